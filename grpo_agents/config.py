@@ -1,0 +1,191 @@
+"""Every setting of a run, with its type, default and meaning.
+
+This module is the schema alone; `grpo_agents.run.config` reads settings from the command line and from files. Importing
+it imports neither torch nor gymnasium, so that a typing mistake is answered at once.
+
+On the command line each setting is `section.key=value`. A section named alone sets its main field (`MAIN_FIELDS`):
+`env=CartPole-v1` is `env.id=CartPole-v1`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+MAIN_FIELDS = {
+    "env": "id",
+    "policy": "model",
+    "policy.lora": "rank",
+    "sampler": "name",
+    "group": "size",
+    "loss": "name",
+    "learner": "lr",
+    "eval": "every",
+}
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors, and assignments are checked like construction."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True)
+
+
+class FramesConfig(Section):
+    """How rendered frames become the pixels of a prompt. `None` takes what the environment's registration says."""
+
+    history: PositiveInt | None = Field(None, description="frames in a prompt, the newest last")
+    stride: PositiveInt | None = Field(None, description="environment steps between two frames of a prompt")
+    crop: tuple[NonNegativeInt, NonNegativeInt, PositiveInt, PositiveInt] | None = Field(
+        None, description="left,top,right,bottom in rendered pixels; the rest is cut away"
+    )
+    size: tuple[PositiveInt, PositiveInt] | None = Field(
+        None, description="width,height in pixels after the one and only resize"
+    )
+    kind: Literal["video", "images"] | None = Field(
+        None, description="video: one Qwen video of all frames; images: one image a frame"
+    )
+    invert: bool | None = Field(None, description="show dark backgrounds as white, where the tiny model's zero is")
+
+
+class EnvConfig(Section):
+    id: str = Field("CartPole-v1", description="any Gymnasium id; 'module:Id-v0' imports the module first")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for gymnasium.make")
+    rules: str | None = Field(None, description="text before the frames; default: the registered or derived rules")
+    actions: list[str] | None = Field(None, description="action words, in the order of the action space")
+    question: str | None = Field(None, description="text after the frames")
+    caption: bool = Field(False, description="also describe the state's numbers in words (off in all reported runs)")
+    frames: FramesConfig = Field(default_factory=FramesConfig)
+
+
+class LoraConfig(Section):
+    rank: NonNegativeInt = Field(16, description="rank of the LoRA adapter; 0 trains all language weights instead")
+    alpha: PositiveFloat | None = Field(None, description="LoRA scale numerator; default: twice the rank")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout before the LoRA matrices while training")
+    target_modules: list[str] | None = Field(
+        None, description="names of adapted linear layers; default: every linear layer of the language model's blocks"
+    )
+
+
+class PolicyConfig(Section):
+    model: str = Field("tiny", description="'tiny' (assets/tiny-qwen-vl), a local folder, or a Qwen-VL name on the hub")
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    vision: Literal["frozen", "trained"] = Field("frozen", description="whether the vision tower is trained too")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="as in from_pretrained")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "sdpa", description="as in from_pretrained"
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    device: str | None = Field(None, description="cpu, cuda, cuda:0, mps; default: the best that is there")
+
+
+class SamplerConfig(Section):
+    name: Literal["local"] = Field("local", description="what draws the policy's replies")
+    temperature: PositiveFloat = Field(1.0, description="divides the logits while training; the learner does the same")
+    max_new_tokens: PositiveInt = Field(32, description="longest free reply, in tokens; action words need no limit")
+    batch_size: PositiveInt = Field(256, description="most prompts in one forward pass")
+
+
+class RestartConfig(Section):
+    share: float = Field(0.6, ge=0.0, le=1.0, description="share of an update's groups that start before a failure")
+    before: tuple[PositiveInt, PositiveInt] = Field((15, 200), description="least,most steps before the failure")
+    horizon: PositiveInt = Field(250, description="most steps played from a restart; reaching it is no failure")
+    pool: PositiveInt = Field(60, description="newest starts kept to draw from")
+
+
+class GroupConfig(Section):
+    size: int = Field(8, description="episodes that share one start; their returns are compared")
+    count: PositiveInt = Field(8, description="groups played for an update")
+    start: Literal["restart", "reset"] = Field(
+        "restart", description="reset: from env.reset(seed); restart: a share of the groups from before a failure"
+    )
+    restart: RestartConfig = Field(default_factory=RestartConfig)
+    advantage: Literal["return_to_go", "episode"] = Field("return_to_go", description="how credit is given to steps")
+    gamma: float = Field(0.985, gt=0.0, le=1.0, description="discount of return_to_go")
+    normalize: Literal["batch", "group", "none"] | None = Field(
+        None, description="divide by the standard deviation of batch or group; default: batch for return_to_go, else group"
+    )
+
+
+class LossConfig(Section):
+    name: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = Field("grpo", description="the policy loss")
+    clip_low: PositiveFloat | None = Field(None, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: PositiveFloat | None = Field(None, description="the ratio is clipped above at 1 + clip_high")
+    beta: NonNegativeFloat = Field(0.0, description="weight of the KL (k3) to the model without its adapter")
+    entropy: NonNegativeFloat = Field(0.02, description="weight of the entropy bonus")
+
+
+class LearnerConfig(Section):
+    lr: PositiveFloat = Field(6e-4, description="peak learning rate (AdamW)")
+    schedule: Literal["cosine", "linear", "constant"] = Field("linear", description="how the rate falls after warm-up")
+    warmup: NonNegativeInt = Field(0, description="updates of linear warm-up")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay")
+    epochs: PositiveInt = Field(1, description="passes over the steps of an update")
+    max_steps: PositiveInt = Field(4096, description="most steps trained on in one update, drawn at random from all")
+    minibatch: PositiveInt = Field(128, description="steps in one optimizer step, over all processes")
+    micro_batch: PositiveInt | None = Field(None, description="steps in one backward pass; default: the minibatch")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(4, description="updates between two validations; 0: only at the end")
+    episodes: PositiveInt = Field(32, description="episodes of the validation panel, always the same seeds, greedy")
+
+
+class RewardConfig(Section):
+    name: str = Field(description="a registered reward, or module:function")
+    weight: float = Field(1.0, description="factor in the sum of rewards")
+
+
+class TrainConfig(Section):
+    """All settings of `python -m grpo_agents.train`."""
+
+    env: EnvConfig = Field(default_factory=EnvConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    group: GroupConfig = Field(default_factory=GroupConfig)
+    rewards: list[RewardConfig] = Field(
+        default_factory=lambda: [RewardConfig(name="return")], description="named rewards and their weights"
+    )
+    loss: LossConfig = Field(default_factory=LossConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    name: str | None = Field(None, description="folder under runs/; default: environment, seed and time")
+    seed: NonNegativeInt = Field(0, description="root of every random stream")
+    updates: NonNegativeInt | None = Field(None, description="stop after this many updates in all; 0: only evaluate")
+    env_steps: PositiveInt = Field(150_000, description="stop once this many training steps were played")
+    episodes: PositiveInt = Field(100, description="held-out episodes behind each row of the final table")
+    resume: str | None = Field(None, description="run folder to go on from")
+    experiment: str | None = Field(None, description="YAML file of settings, laid under those of the command line")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=lambda: ["tensorboard"], description="where metrics go besides metrics.jsonl"
+    )
+    keep_checkpoints: PositiveInt = Field(2, description="newest checkpoints kept besides the best")
+
+
+class EvaluateConfig(Section):
+    """All settings of `python -m grpo_agents.evaluate`."""
+
+    run: str = Field(description="run folder whose best adapter plays")
+    render: Literal["none", "human", "video", "terminal"] = Field("none", description="how to watch it play")
+    episodes: PositiveInt | None = Field(None, description="episodes played; default: the run's, or 1 when watching")
+    adapter: Literal["best", "last"] = Field("best", description="which checkpoint plays")
+    greedy: bool = Field(True, description="take the likeliest action; false draws from the policy")
+    fps: PositiveInt | None = Field(None, description="frames per second shown; default: the environment's")
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+
+
+class SftConfig(Section):
+    """All settings of `python -m grpo_agents.sft`."""
+
+    data: str = Field(description="JSONL file of chats (column messages), images as paths beside it; #N takes the first N")
+    output: str = Field(description="folder for the trained adapter, or for the whole model when policy.lora.rank=0")
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    steps: PositiveInt = Field(1000, description="optimizer steps")
+    batch: PositiveInt = Field(64, description="conversations in an optimizer step")
+    lr: PositiveFloat = Field(1e-3, description="peak learning rate (AdamW, cosine)")
+    warmup: NonNegativeInt = Field(50, description="steps of linear warm-up")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
+    max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
+    holdout: float = Field(0.02, ge=0.0, lt=1.0, description="share of the conversations kept for the accuracy report")
+    seed: NonNegativeInt = Field(0, description="order of the data and initial adapter")

@@ -1,0 +1,1 @@
+"""What a run reads and writes down: settings, seeds, metrics, checkpoints, pictures."""

@@ -1,0 +1,12 @@
+"""What holds for every test, and for the commands that tests start: no display, no network, one thread.
+
+Set before torch is imported, which reads the number of threads once.
+"""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["SDL_VIDEODRIVER"] = "dummy"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
