@@ -4,8 +4,9 @@
 2. Make a random Qwen3-VL of about 400,000 parameters (`grpo_agents.policies.tiny`).
 3. Render CartPole in 20,000 random states, played on with random actions.
 4. Train on chats about these frames with the general door `grpo_agents.sft`: where is the cart, how does the pole lean, where
-   were they a moment ago, how do they move. The answers are letters, A (left) to I (right). Which action is good is never
-   asked and never told.
+   were they a moment ago, how do they move. The answers are letters, A (left) to I (right). A third of the chats open as
+   a game does, with its rules and its question, and the reply is an action word drawn at random: the model learns to reply
+   with one, and nothing about which is good.
 
 The report at the end is the share of right answers for each question on frames not trained on.
 """
@@ -31,14 +32,16 @@ from grpo_agents.sft import finetune
 
 ROOT = Path(__file__).resolve().parent.parent
 STRIDE = 4
-# question word: (column of the state, of which frame, bins, width of a bin in the state's unit)
+SECONDS = STRIDE * 0.02
+# question word: (column of the state, when, bins, width of a bin in m, rad, m/s or rad/s). A velocity is what can be seen of
+# it, the change between the two frames: the state's own velocity also holds the last push, which no frame shows yet.
 QUESTIONS = {
     "cart": (0, "now", 9, 0.6),
     "came": (0, "before", 9, 0.6),
     "pole": (2, "now", 9, 0.05),
     "leaned": (2, "before", 9, 0.05),
-    "drift": (1, "now", 5, 0.6),
-    "swing": (3, "now", 5, 0.6),
+    "drift": (0, "change", 5, 0.5),
+    "swing": (2, "change", 5, 0.5),
 }
 WORDS = """
 user assistant system Describe cart came pole leaned drift swing Move Which action What Where How now before? left right up
@@ -73,11 +76,12 @@ def random_state(rng: np.random.Generator) -> np.ndarray:
 
 
 def write_chats(folder: Path, count: int, seed: int) -> Path:
-    """Render random play and write `chats.jsonl` with its frames: one question, then a description, for each pair."""
+    """Render random play and write `chats.jsonl` with its frames: a question, then a description, for each pair."""
     rng = np.random.default_rng(seed)
     env = gym.make("CartPole-v1", render_mode="rgb_array")
     env.reset(seed=seed)
-    capture = Capture(env, prompt_settings(EnvConfig()).frames)
+    game = prompt_settings(EnvConfig())
+    capture = Capture(env, game.frames)
     (folder / "frames").mkdir()
     lines = []
     while len(lines) < count:
@@ -89,15 +93,20 @@ def write_chats(folder: Path, count: int, seed: int) -> Path:
             ended = ended or inner.step(int(rng.integers(2)))[2]
         if ended:
             continue
-        states = {"before": before, "now": np.array(inner.state)}
+        now = np.array(inner.state)
+        states = {"before": before, "now": now, "change": (now - before) / SECONDS}
         names = [f"frames/{len(lines):05d}{half}.png" for half in "ab"]
         for name, frame in zip(names, (first, capture.frame()), strict=True):
             Image.fromarray(frame.pixels).save(folder / name, compress_level=1)
         words = rng.permutation(list(QUESTIONS))
+        question, reply = f"{words[0]}?", answer(words[0], states)
+        if rng.random() < 1 / 3:
+            question, reply = game.question, str(rng.choice(game.actions))
         video = {"type": "video", "video": names, "fps": 50 / STRIDE}
+        rules = [{"type": "text", "text": game.rules}] if rng.random() < 0.5 or question == game.question else []
         chat = [
-            {"role": "user", "content": [video, {"type": "text", "text": f"{words[0]}?"}]},
-            {"role": "assistant", "content": answer(words[0], states)},
+            {"role": "user", "content": [*rules, video, {"type": "text", "text": question}]},
+            {"role": "assistant", "content": reply},
             {"role": "user", "content": "Describe"},
             {"role": "assistant", "content": " ".join(f"{word} {answer(word, states)}" for word in words)},
         ]
@@ -112,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "assets" / "tiny-qwen-vl")
     parser.add_argument("--frames", type=int, default=20_000, help="pairs of frames to train on")
-    parser.add_argument("--steps", type=int, default=1_800, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=2_800, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     begin = time.perf_counter()

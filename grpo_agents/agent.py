@@ -53,7 +53,7 @@ class Agent:
         *,
         seed: int = 0,
         adapter: Path | None = None,
-        snapshots: bool = False,
+        snapshots: bool | None = False,
     ) -> Agent:
         """Make one environment to look at, load the policy, and put them together.
 
@@ -61,18 +61,20 @@ class Agent:
             env, policy, sampler: settings.
             seed: of a new adapter.
             adapter: a saved one to load instead.
-            snapshots: whether environments will be saved and restored; proved to be exact first.
+            snapshots: whether environments will be saved and restored; proved to be exact first. None: if they can be.
 
         Raises:
             GrpoAgentsError: the environment cannot be made or saved, or the model cannot be loaded.
         """
         example: PromptEnv[Any] = make_env(env)
         threshold = example.spec.reward_threshold if example.spec else None
-        if snapshots:
+        if snapshots is not False:
             try:
                 snapshot.verify(lambda: make_env(env))
+                snapshots = True
             except SnapshotError as error:
-                raise SnapshotError(f"group.start=restart needs to save and restore {env.id}: {error}") from error
+                if snapshots:
+                    raise SnapshotError(f"group.start=restart needs to save and restore {env.id}: {error}") from error
         loaded = QwenVL.load(policy, seed=seed, adapter=adapter)
         words = ActionWords.build(example.actions, loaded.processor.tokenizer)
         chosen = LocalSampler(loaded, sampler.batch_size)

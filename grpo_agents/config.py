@@ -96,8 +96,10 @@ class RestartConfig(Section):
 class GroupConfig(Section):
     size: int = Field(8, description="episodes that share one start; their returns are compared")
     count: PositiveInt = Field(8, description="groups played for an update")
-    start: Literal["restart", "reset"] = Field(
-        "restart", description="reset: from env.reset(seed); restart: a share of the groups from before a failure"
+    start: Literal["restart", "reset"] | None = Field(
+        None,
+        description="reset: from env.reset(seed); restart: a share of the groups from before a failure; default: restart "
+        "where the environment can be saved and restored",
     )
     restart: RestartConfig = Field(default_factory=RestartConfig)
     advantage: Literal["return_to_go", "episode"] = Field("return_to_go", description="how credit is given to steps")
@@ -130,6 +132,9 @@ class LearnerConfig(Section):
 class EvalConfig(Section):
     every: NonNegativeInt = Field(4, description="updates between two validations; 0: only at the end")
     episodes: PositiveInt = Field(32, description="episodes of the validation panel, always the same seeds, greedy")
+    confirm: NonNegativeInt = Field(
+        64, description="more validation seeds, played once the threshold is met; the run stops if all together meet it"
+    )
 
 
 class RewardConfig(Section):

@@ -101,9 +101,9 @@ class LocalSampler:
 
     def _draw(self, requests: list[SampleRequest]) -> list[Sample]:
         features = self._vision([request.encoded for request in requests])
-        nothing = np.empty(0, dtype=np.int64)
+        unknown = np.array([self.policy.pad_id], dtype=np.int64)  # stands for the reply's first token
         sequences = [
-            TokenSequence(request.encoded, nothing, [len(request.encoded.layout.ids)], None, feature)
+            TokenSequence(request.encoded, unknown, [len(request.encoded.layout.ids)], None, feature)
             for request, feature in zip(requests, features, strict=True)
         ]
         batch = collate_prompts(sequences, self.policy)

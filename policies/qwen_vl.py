@@ -119,8 +119,7 @@ class QwenVL(nn.Module):
         self._reference = nn.ModuleDict({"language": copy.deepcopy(self.language), "head": copy.deepcopy(self.core.lm_head)})
         self._reference.requires_grad_(False)
         if adapter is not None:
-            trained = AutoModelForImageTextToText.from_pretrained(str(adapter), dtype=self.core.dtype)
-            self.core.load_state_dict(trained.state_dict())
+            self.load_adapter(adapter)
         self.language.requires_grad_(True)
         self.core.lm_head.requires_grad_(True)
         if self.config.vision == "trained":
@@ -253,16 +252,21 @@ class QwenVL(nn.Module):
             self.core.save_pretrained(str(folder))
             self.processor.save_pretrained(str(folder))
 
-    def trained_state(self) -> dict[str, Tensor]:
-        """Copies of the trained tensors by name."""
-        return {name: p.detach().clone() for name, p in self.core.named_parameters() if p.requires_grad}
+    def load_adapter(self, folder: Path) -> None:
+        """Replace the trained weights by saved ones of the same form.
 
-    @torch.no_grad()
-    def load_trained_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `trained_state` returned."""
-        for name, parameter in self.core.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(state[name])
+        Args:
+            folder: written by `save`.
+        """
+        if self.config.lora.rank:
+            from peft import set_peft_model_state_dict
+            from safetensors.torch import load_file
+
+            _check_adapter(folder, self.source)
+            set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
+            return
+        trained = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=self.core.dtype)
+        self.core.load_state_dict(trained.state_dict())
 
 
 def token_logprobs(logits: Tensor, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ def build_model(tokenizer: Qwen2TokenizerFast, family: Family, seed: int = 0, hi
     vision = {
         "depth": 2,
         "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
+        "intermediate_size": 3 * hidden,
         "hidden_act": "relu",  # GELU alone would be a seventh of the tower's time on a CPU
         "num_heads": heads,
         "patch_size": 8,

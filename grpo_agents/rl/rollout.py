@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from grpo_agents.errors import GrpoAgentsError
 from grpo_agents.rl.episode import Encoded, EndReason, Episode, Group, Prompt, Sample, Step
 from grpo_agents.rl.starts import TRAIL_EVERY, RestartPool, SnapshotStore, Start, Trail
 
@@ -50,7 +50,6 @@ class Rollouts:
         self.play = play
         self.trail = trail
         self._idle: list[Any] = []
-        self.env_seconds = 0.0
 
     def close(self) -> None:
         """Close all environments."""
@@ -87,10 +86,8 @@ class Rollouts:
         episode = Episode([], EndReason.STOPPED, start.seed, start.kind)
         try:
             await self._play(env, start, rng, episode, trail)
-        except GrpoAgentsError:
-            raise  # ours, not the environment's
-        except Exception:
-            episode.end, episode.fault = EndReason.FAULT, traceback.format_exc()
+        except _EnvironmentFault as fault:
+            episode.end, episode.fault = EndReason.FAULT, str(fault)
             _close_quietly(env)  # it may be in any state; the next episode gets a new one
             return episode, None
         self._idle.append(env)
@@ -99,7 +96,8 @@ class Rollouts:
     async def _play(
         self, env: Any, start: Start, rng: np.random.Generator | None, episode: Episode, trail: Trail | None
     ) -> None:
-        prompt, _ = env.reset(seed=start.seed)
+        with _attributed():
+            prompt, _ = env.reset(seed=start.seed)
         store = self.play.snapshots
         if start.snapshot is not None and store is not None:
             store.restore(env, start.snapshot)
@@ -110,7 +108,8 @@ class Rollouts:
             encoded = self.play.encode(prompt)
             sample = await self.play.draw(encoded, rng)
             action = sample.choice if sample.choice is not None else 0
-            prompt, reward, terminated, truncated, _ = env.step(action)
+            with _attributed():
+                prompt, reward, terminated, truncated, _ = env.step(action)
             episode.steps.append(
                 Step(
                     encoded=encoded,
@@ -158,8 +157,19 @@ def collect_restarts(
                     pool.add(episode.seed, snapshot)
 
 
-def _close_quietly(env: Any) -> None:
+class _EnvironmentFault(Exception):
+    """An exception inside an environment; its text is the traceback."""
+
+
+@contextmanager
+def _attributed() -> Iterator[None]:
+    """Tell what the environment raises from what sampler and encoder raise: only the former is data."""
     try:
+        yield
+    except Exception as error:
+        raise _EnvironmentFault(traceback.format_exc()) from error
+
+
+def _close_quietly(env: Any) -> None:
+    with suppress(Exception):  # it failed already, and why is on record
         env.close()
-    except Exception:
-        pass  # it failed already, and why is on record

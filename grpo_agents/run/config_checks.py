@@ -64,11 +64,6 @@ def _check_learning(config: TrainConfig) -> list[str]:
             f"loss.clip_low={loss.clip_low}: the ratio is clipped below at 1 - clip_low, which must not be negative; "
             "must be a number above 0 up to 1"
         )
-    if loss.beta > 0 and config.policy.lora.rank == 0:
-        problems.append(
-            f"loss.beta={loss.beta} needs an adapter to switch off for the reference, and policy.lora.rank=0 has none; "
-            "set loss.beta=0 or a rank above 0"
-        )
     if not config.rewards:
         problems.append("rewards=[]: give at least one reward; the default is [return]")
     names = [reward.name for reward in config.rewards]

@@ -1,0 +1,440 @@
+"""The steps of a training run, in the order in which `grpo_agents.train` takes them.
+
+Every random choice comes from a stream named after what it is for and the update it belongs to, so that a run resumed at
+any update goes on exactly as the one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from rich.console import Console
+
+from grpo_agents.agent import Agent, random_returns
+from grpo_agents.config import TrainConfig
+from grpo_agents.errors import CheckpointError, GrpoAgentsError
+from grpo_agents.rewards import resolve_rewards, score
+from grpo_agents.rl.credit import Credit, TrainingStep, assign_credit
+from grpo_agents.rl.episode import EndReason, Episode, Group
+from grpo_agents.rl.learner import Learner, learning_rate
+from grpo_agents.rl.record_check import check_groups
+from grpo_agents.rl.rollout import Rollouts, collect_restarts, graded_groups
+from grpo_agents.rl.starts import RestartPool, Start, Trail
+from grpo_agents.run.checkpoint import RunFolder, recover_best
+from grpo_agents.run.metrics import MetricsLog
+from grpo_agents.run.plots import return_curve, return_histograms
+from grpo_agents.run.progress import result_table
+from grpo_agents.run.seeding import SeedPanels, Streams
+from grpo_agents.run.statistics import summarize
+
+Played = list[list[tuple[Episode, Trail | None]]]
+
+_FAULT_SHARE = 0.5
+"""Share of an update's episodes that may fail before the run stops: more is no accident but a broken environment."""
+
+
+@dataclass
+class State:
+    """What a checkpoint holds besides adapter, optimizer and restart pool.
+
+    Attributes:
+        update: updates done.
+        env_steps: training steps played.
+        starts: reset starts used, which is the index of the next training seed.
+        best_update, best_return: the update whose adapter is kept as the best, and its validation mean.
+        solved: whether validation met the threshold.
+        wall_s: seconds of training so far, over all sessions.
+    """
+
+    update: int = 0
+    env_steps: int = 0
+    starts: int = 0
+    best_update: int = 0
+    best_return: float = -np.inf
+    solved: bool = False
+    wall_s: float = 0.0
+
+
+class Trainer:
+    """Holds what a run needs. The methods are called by `grpo_agents.train.train`, once an update each.
+
+    Args:
+        config: all settings.
+        folder: the run's folder.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder):
+        self.config, self.folder = config, folder
+        self.streams, self.panels = Streams(config.seed), SeedPanels(config.seed)
+        self.rewards = resolve_rewards(config.rewards)
+        checkpoints = folder.checkpoints()
+        last = checkpoints[-1][1] if checkpoints else None
+        self.accelerator = Accelerator(
+            cpu=config.policy.device == "cpu",
+            log_with=list(config.trackers) or None,
+            project_config=ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path)),
+        )
+        if config.policy.device is None:
+            config = config.model_copy(
+                update={"policy": config.policy.model_copy(update={"device": str(self.accelerator.device)})}
+            )
+        want = {"restart": True, "reset": False, None: None}[config.group.start]
+        self.agent = Agent.build(
+            config.env,
+            config.policy,
+            config.sampler,
+            seed=self.streams.seed("adapter"),
+            adapter=last / "adapter" if last else None,
+            snapshots=want,
+        )
+        self.restarts = self.agent.play.snapshots is not None
+        reach = config.group.restart.before[1] if self.restarts else 0
+        self.rollouts = Rollouts(self.agent.play, trail=reach)
+        self.evaluation = Rollouts(self.agent.play)
+        self.pool = RestartPool(config.group.restart.pool)
+        self.learner = Learner(
+            self.agent.policy,
+            self.agent.collate,
+            config.loss,
+            config.learner,
+            self.accelerator,
+            max_tokens=config.sampler.max_new_tokens,
+            on_skip=self._keep_skipped,
+        )
+        self.state = State()
+        self._clock: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._tokens = 0
+        recover_best(folder)
+        if last is not None:
+            self._load(last)
+        self.sync()
+        self.metrics = MetricsLog(folder.metrics)
+        self.metrics.truncate_after(self.state.update)
+        self._start_trackers()
+        if last is None:
+            self.save()
+
+    def describe(self, note: Callable[[str], None]) -> None:
+        """Say what is going to happen, in numbers."""
+        group, learner = self.config.group, self.config.learner
+        trained = sum(p.numel() for p in self.agent.policy.trainable_parameters())
+        everything = sum(p.numel() for p in self.agent.policy.core.parameters())
+        starts = f"{group.restart.share:.0%} of them from before failures" if self.restarts else "all from reset"
+        note(f"run {self.folder.path}, seed {self.config.seed}")
+        note(f"policy {self.agent.policy.source}: {trained:,} of {everything:,} parameters trained")
+        note(
+            f"an update: {group.count} groups of {group.size} episodes, {starts}; at most {learner.max_steps} steps in "
+            f"minibatches of {learner.minibatch}, micro-batches of {self.learner.micro_batch}"
+        )
+        if self.state.update:
+            note(f"going on after update {self.state.update}, {self.state.env_steps:,} environment steps")
+
+    def baselines(self, note: Callable[[str], None]) -> None:
+        """Play the held-out seeds with random actions and with the untrained model, once for a run."""
+        self._baselines = self.folder.read_json("baselines.json")
+        if self._baselines is None:
+            seeds = self.panels.held_out(self.config.episodes)
+            chance = random_returns(self.config.env, seeds, self.streams.generator("random policy"))
+            with self.agent.policy.reference():
+                self.agent.sampler.sync(self.state.update)
+                untrained = self._greedy_returns(seeds)
+            self.sync()
+            self._baselines = {"random": chance, "untrained": untrained}
+            self.folder.write_json("baselines.json", self._baselines)
+        means = {name: float(np.mean(returns)) for name, returns in self._baselines.items()}
+        threshold = self.agent.reward_threshold
+        goal = f"; solved at {threshold:g}" if threshold is not None else ""
+        note(f"held-out return: random {means['random']:.1f}, untrained model {means['untrained']:.1f}{goal}")
+
+    def finished(self) -> str | None:
+        """Why the run is over, or None while it is not."""
+        state, config = self.state, self.config
+        if state.solved:
+            return f"solved: validation mean {state.best_return:.1f} meets the threshold {self.agent.reward_threshold:g}"
+        if config.updates is not None and state.update >= config.updates:
+            return f"limit of {config.updates} updates"
+        if state.env_steps >= config.env_steps:
+            return f"limit of {config.env_steps:,} environment steps"
+        return None
+
+    def collect(self) -> tuple[Played, list[Group]]:
+        """Play this update's groups; faults are set aside, and states from before failures are kept for restarts."""
+        begin = time.perf_counter()
+        self._clock = {}
+        update, ranks, rank = self.state.update, self.accelerator.num_processes, self.accelerator.process_index
+        starts = self._starts()
+        mine = range(rank, len(starts), ranks)
+        self.agent.sampler.statistics()
+        played = self.rollouts.groups(
+            [starts[g] for g in mine],
+            self.config.group.size,
+            lambda g, member: self.streams.generator("play", update, mine[g], member),
+        )
+        groups, faults = graded_groups(played)
+        self._stop_if_broken(played, faults)
+        if self.restarts:
+            before = self.config.group.restart.before
+            collect_restarts(played, self.pool, before, self.streams.generator("pool", update, rank))
+        counts = self.agent.sampler.statistics()
+        self._clock["play"] = time.perf_counter() - begin
+        self._clock["sample"] = counts["seconds"]
+        self._clock["model"] = counts["model_seconds"]
+        encode = self.agent.policy.encode
+        sizes = {"patch": encode.patch, "temporal": encode.temporal, "merge": encode.merge}
+        check_groups(groups, **sizes, version=update)
+        return played, groups
+
+    def score(self, groups: Sequence[Group]) -> None:
+        """Grade every episode with the configured rewards."""
+        for group in groups:
+            for episode in group.episodes:
+                score(episode, self.rewards)
+
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Compare the members of each group."""
+        return assign_credit(groups, self.config.group)
+
+    def update(self, credit: Credit) -> dict[str, Any]:
+        """Train on the compared steps."""
+        begin = time.perf_counter()
+        progress = self.state.env_steps / self.config.env_steps
+        lr = learning_rate(self.config.learner, self.state.update, progress)
+        rng = self.streams.generator("learner", self.state.update, self.accelerator.process_index)
+        metrics = self.learner.update(credit.steps, lr, rng)
+        self._clock["update"] = time.perf_counter() - begin
+        self.state.update += 1
+        return metrics
+
+    def sync(self) -> None:
+        """Let the sampler play with the new weights."""
+        begin = time.perf_counter()
+        self.agent.sampler.sync(self.state.update)
+        self._clock["sync"] = time.perf_counter() - begin
+
+    def validate(self) -> dict[str, float]:
+        """Every few updates, play the validation seeds greedily; keep the best adapter; see whether it is solved."""
+        every, updates = self.config.eval.every, self.config.updates
+        due = every and self.state.update % every == 0
+        if not due and self.state.update != updates:
+            return {}
+        begin = time.perf_counter()
+        panel = self.panels.validation(self.config.eval.episodes + self.config.eval.confirm)
+        returns = self._greedy_returns(panel[: self.config.eval.episodes])
+        threshold = self.agent.reward_threshold
+        if threshold is not None and np.mean(returns) >= threshold:
+            returns += self._greedy_returns(panel[self.config.eval.episodes :])
+            self.state.solved = bool(np.mean(returns) >= threshold)
+        mean = float(np.mean(returns))
+        if mean > self.state.best_return or self.state.solved:
+            self.state.best_return, self.state.best_update = mean, self.state.update
+            if self.accelerator.is_main_process:
+                self.folder.save_best(self.agent.policy.save)
+        self._clock["validate"] = time.perf_counter() - begin
+        return {"validation/mean": mean, "validation/min": float(np.min(returns)), "validation/episodes": len(returns)}
+
+    def log(self, metrics: dict[str, Any], played: Played, groups: Sequence[Group], credit: Credit) -> None:
+        """Complete the update's metrics in place and write them to metrics.jsonl and the trackers."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        faults = sum(episode.end is EndReason.FAULT for members in played for episode, _ in members)
+        steps = sum(len(episode) for members in played for episode, _ in members)
+        self.state.env_steps += int(self._sum(steps))
+        self.state.wall_s += time.perf_counter() - self._began
+        self._began = time.perf_counter()
+        described = {"update": self.state.update, "env_steps": self.state.env_steps}
+        metrics |= described | episode_metrics(episodes) | flat_metrics(credit)
+        metrics |= {"faults": faults, "restart_pool": len(self.pool)}
+        metrics |= {f"time/{name}": seconds for name, seconds in self._clock.items()}
+        metrics["time/steps_per_second"] = steps / max(self._clock["play"] + self._clock["update"], 1e-9)
+        metrics["time/wall"] = self.state.wall_s
+        if self.accelerator.is_main_process:
+            ordered = {key: metrics[key] for key in ("update", "env_steps", *sorted(metrics)) if key in metrics}
+            self.metrics.append(ordered)
+            numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+            self.accelerator.log(numbers, step=self.state.update)
+
+    def save(self) -> None:
+        """Write a checkpoint from which the run goes on exactly."""
+        if self.accelerator.is_main_process:
+            self.folder.save_checkpoint(
+                self.state.update, self.agent.policy.save, self._save_state, self.config.keep_checkpoints
+            )
+        self.accelerator.wait_for_everyone()
+
+    def finish(self, why: str) -> dict[str, Any]:
+        """Play the held-out seeds once with the best adapter; write summary and pictures."""
+        rows = {name: summarize(returns) for name, returns in self._baselines.items()}
+        trained: list[float] = []
+        if self.state.update:
+            self._load_best()
+            trained = self._greedy_returns(self.panels.held_out(self.config.episodes))
+            rows["trained"] = summarize(trained)
+        self.state.wall_s += time.perf_counter() - self._began
+        summary = {
+            **rows,
+            "env": self.config.env.id,
+            "seed": self.config.seed,
+            "solved": self.state.solved,
+            "stopped": why,
+            "reward_threshold": self.agent.reward_threshold,
+            "updates": self.state.update,
+            "env_steps": self.state.env_steps,
+            "best_update": self.state.best_update,
+            "wall_s": round(self.state.wall_s, 1),
+            "seeds": {
+                "training": f"{self.state.starts} seeds from {self.panels.training(0)} on",
+                "validation": self.panels.validation(self.config.eval.episodes + self.config.eval.confirm),
+                "held_out": self.panels.held_out(self.config.episodes),
+            },
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+        if self.accelerator.is_main_process:
+            self.folder.write_json("summary.json", summary)
+            self._draw(trained)
+        self.accelerator.end_training()
+        self.metrics.close()
+        self.rollouts.close()
+        self.evaluation.close()
+        return summary
+
+    def print_table(self, summary: dict[str, Any]) -> None:
+        """Print the result."""
+        rows = {name: summary[name] for name in ("random", "untrained", "trained") if name in summary}
+        console = Console()
+        console.print(result_table(rows, env_steps=summary["env_steps"], wall_s=summary["wall_s"]))
+        console.print(f"written to {self.folder.path}", highlight=False)
+
+    def _starts(self) -> list[Start]:
+        group, update = self.config.group, self.state.update
+        restarts = round(group.count * group.restart.share) if len(self.pool) else 0
+        fresh = group.count - restarts
+        starts = [Start(self.panels.training(self.state.starts + i)) for i in range(fresh)]
+        self.state.starts += fresh
+        rng = self.streams.generator("restart", update)
+        return starts + [self.pool.draw(rng, group.restart.horizon) for _ in range(restarts)]
+
+    def _stop_if_broken(self, played: Played, faults: Sequence[Episode]) -> None:
+        episodes = sum(len(members) for members in played)
+        if faults and len(faults) > _FAULT_SHARE * episodes:
+            raise GrpoAgentsError(
+                f"{len(faults)} of {episodes} episodes of update {self.state.update + 1} failed in the environment. "
+                f"The first failure, with seed {faults[0].seed}:\n{faults[0].fault}"
+            )
+
+    def _greedy_returns(self, seeds: Sequence[int]) -> list[float]:
+        return [episode.episode_return for episode in self.agent.greedy_episodes(self.evaluation, seeds)]
+
+    def _keep_skipped(self, steps: list[TrainingStep]) -> None:
+        folder = self.folder.path / "skipped"
+        folder.mkdir(exist_ok=True)
+        torch.save(steps, folder / f"update_{self.state.update + 1:06d}_{len(list(folder.iterdir()))}.pt")
+
+    def _save_state(self, path: Path) -> None:
+        torch.save(
+            {
+                "state": asdict(self.state),
+                "optimizer": self.learner.optimizer.state_dict(),
+                "micro_batch": self.learner.micro_batch,
+                "pool": self.pool.state(),
+            },
+            path,
+        )
+
+    def _load(self, checkpoint: Path) -> None:
+        try:
+            saved = torch.load(checkpoint / "state.pt", weights_only=False)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise CheckpointError(
+                f"{checkpoint} cannot be read back: {error}. Remove that folder to go on from the checkpoint before it"
+            ) from error
+        self.state = State(**{field.name: saved["state"][field.name] for field in fields(State)})
+        self.learner.optimizer.load_state_dict(saved["optimizer"])
+        self.learner.micro_batch = saved["micro_batch"]
+        self.pool.load_state(saved["pool"])
+
+    def _load_best(self) -> None:
+        best = self.folder.best if self.folder.best.is_dir() else self.folder.checkpoint(self.state.update) / "adapter"
+        self.agent.policy.load_adapter(best)
+        self.sync()
+
+    def _start_trackers(self) -> None:
+        if not self.config.trackers:
+            return
+        tensorboard = {"purge_step": self.state.update + 1} if self.state.update else {}
+        self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
+
+    def _draw(self, trained: list[float]) -> None:
+        chance, untrained = self._baselines["random"], self._baselines["untrained"]
+        lines = {"random": float(np.mean(chance)), "untrained": float(np.mean(untrained))}
+        history = MetricsLog.read(self.folder.metrics)
+        return_curve(
+            history, self.folder.path / "return_curve.png", threshold=self.agent.reward_threshold, baselines=lines
+        )
+        return_histograms(untrained, trained, chance, self.folder.path / "return_histograms.png")
+
+    def _sum(self, value: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device), "sum"))
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Returns (of episodes from a reset; those of restarts tell nothing about whole episodes), lengths, ends, validity."""
+    whole = [episode.episode_return for episode in episodes if episode.start == "reset"]
+    restarted = [len(episode) for episode in episodes if episode.start == "restart"]
+    steps = [step for episode in episodes for step in episode.steps]
+    metrics: dict[str, Any] = {"episodes": len(episodes)}
+    if whole:
+        metrics |= {
+            "return/mean": float(np.mean(whole)),
+            "return/p10": float(np.percentile(whole, 10)),
+            "return/p90": float(np.percentile(whole, 90)),
+        }
+    if restarted:
+        metrics["restart/length"] = float(np.mean(restarted))
+    ends = Counter(episode.end.value for episode in episodes)
+    metrics |= {f"end/{reason.value}": ends[reason.value] for reason in EndReason}
+    if steps:
+        metrics["actions/invalid"] = float(np.mean([not step.valid for step in steps]))
+        metrics["truncation"] = float(np.mean([step.sample.finish == "length" for step in steps]))
+    for name in sorted({name for episode in episodes for name in episode.scores}):
+        values = [value for episode in episodes if (value := episode.scores.get(name)) is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    return metrics
+
+
+def flat_metrics(credit: Credit) -> dict[str, Any]:
+    """The share of groups without a signal, and the count of each cause."""
+    return {"groups/flat": credit.flat_share} | {f"groups/{cause}": n for cause, n in sorted(credit.flat.items())}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    names = ("grpo_agents", "torch", "transformers", "peft", "accelerate", "gymnasium", "numpy", "pillow")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """What the run ran on."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu, "machine": platform.machine()}
