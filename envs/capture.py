@@ -7,6 +7,7 @@ part that is wanted. All other environments go through `render()`. Both ways giv
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import gymnasium as gym
@@ -54,15 +55,16 @@ class Capture:
                 f"{spec.id if spec else self.env} renders {type(rendered).__name__}, not a picture. It needs "
                 'render_mode="rgb_array" and a render() that returns uint8 of shape (height, width, 3)'
             )
-        return Frame(self._finish(Image.fromarray(np.ascontiguousarray(rendered[..., :3]).astype(np.uint8, copy=False))))
+        return Frame(
+            self._finish(Image.fromarray(np.ascontiguousarray(rendered[..., :3]).astype(np.uint8, copy=False)))
+        )
 
     def _draw(self) -> Image.Image:
         """Let the environment draw on a kept surface, and look at the surface's memory instead of copying it.
 
         The picture is as drawn: upside down, and in pygame's byte order blue, green, red, unused.
         """
-        import pygame
-
+        pygame: Any = importlib.import_module("pygame")
         env: Any = self.env.unwrapped
         make, turn, read = pygame.Surface, pygame.transform.flip, pygame.surfarray.pixels3d
         if env.screen is None:

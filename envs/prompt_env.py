@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, cast
 
 import gymnasium as gym
 import numpy as np
@@ -77,7 +77,7 @@ class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
     """
 
     def __init__(self, env: gym.Env[WrapperObsType, Any], settings: PromptSettings, caption: bool = False):
-        super().__init__(env)
+        super().__init__(cast(Any, env))
         name = env.spec.id if env.spec else type(env.unwrapped).__name__
         self.settings = settings
         self.actions = _action_words(env, settings.actions, name)
@@ -91,7 +91,7 @@ class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
         frames = settings.frames
         self._frames: deque[Frame] = deque(maxlen=1 + (frames.history - 1) * frames.stride)
         self.fps = float(env.metadata.get("render_fps") or 30) / frames.stride
-        self.action_space = spaces.Discrete(len(self.actions))
+        self.action_space = cast(Any, spaces.Discrete(len(self.actions)))
         # Where no size is set, only the first rendered frame tells it, and `reset` corrects the space.
         width, height = frames.size or (1, 1)
         blank = Frame(np.zeros((height, width, 3), dtype=np.uint8))
@@ -186,7 +186,9 @@ def _action_words(env: gym.Env[Any, Any], given: Sequence[str] | None, name: str
         raise EnvironmentSetupError(f"{name} has {count} actions and env.actions names {len(given)}: {list(given)}")
     repeated = sorted({word for word in given if list(given).count(word) > 1})
     if repeated:
-        raise EnvironmentSetupError(f"env.actions of {name} repeats {', '.join(map(repr, repeated))}; words must differ")
+        raise EnvironmentSetupError(
+            f"env.actions of {name} repeats {', '.join(map(repr, repeated))}; words must differ"
+        )
     return tuple(given)
 
 

@@ -100,9 +100,7 @@ def prompt_settings(config: EnvConfig) -> PromptSettings:
 
 def _cartpole_caption(env: gym.Env[Any, Any]) -> str:
     x, x_dot, theta, theta_dot = (float(v) for v in env.unwrapped.state)  # type: ignore[attr-defined]
-    return (
-        f"Cart at {x:+.2f} m moving {x_dot:+.2f} m/s, pole leaning {theta:+.3f} rad turning {theta_dot:+.2f} rad/s."
-    )
+    return f"Cart at {x:+.2f} m moving {x_dot:+.2f} m/s, pole leaning {theta:+.3f} rad turning {theta_dot:+.2f} rad/s."
 
 
 register_env(

@@ -56,7 +56,9 @@ def restore(env: gym.Env[Any, Any], snapshot: Snapshot) -> None:
     layer: Any = env
     for name, state in snapshot.wrappers:
         if type(layer).__name__ != name:
-            raise SnapshotError(f"the saved environment has the wrapper {name} where this one has {type(layer).__name__}")
+            raise SnapshotError(
+                f"the saved environment has the wrapper {name} where this one has {type(layer).__name__}"
+            )
         if hasattr(layer, "restore_state"):
             layer.restore_state(state)
         else:

@@ -23,10 +23,9 @@ import gymnasium as gym
 import numpy as np
 from PIL import Image
 
-from grpo_agents.config import LoraConfig, PolicyConfig, SftConfig
+from grpo_agents.config import EnvConfig, LoraConfig, PolicyConfig, SftConfig
 from grpo_agents.envs.capture import Capture
 from grpo_agents.envs.registry import prompt_settings
-from grpo_agents.config import EnvConfig
 from grpo_agents.policies.tiny import save_tiny
 from grpo_agents.sft import finetune
 
@@ -147,7 +146,9 @@ def report(model: Path, seed: int, count: int = 1_000) -> None:
 
     policy = QwenVL.load(PolicyConfig(model=str(model), device="cpu"))
     with tempfile.TemporaryDirectory() as temporary:
-        sequences = [supervised_sequence(chat, policy) for chat in read_chats(str(write_chats(Path(temporary), count, seed)))]
+        sequences = [
+            supervised_sequence(chat, policy) for chat in read_chats(str(write_chats(Path(temporary), count, seed)))
+        ]
     right: dict[str, list[bool]] = {question: [] for question in QUESTIONS}
     for sequence, hits in zip(sequences, token_hits(policy, sequences), strict=True):
         for target, hit in zip(sequence.targets, hits, strict=True):

@@ -105,7 +105,8 @@ class GroupConfig(Section):
     advantage: Literal["return_to_go", "episode"] = Field("return_to_go", description="how credit is given to steps")
     gamma: float = Field(0.985, gt=0.0, le=1.0, description="discount of return_to_go")
     normalize: Literal["batch", "group", "none"] | None = Field(
-        None, description="divide by the standard deviation of batch or group; default: batch for return_to_go, else group"
+        None,
+        description="divide by the standard deviation of batch or group; default: batch for return_to_go, else group",
     )
 
 
@@ -142,6 +143,10 @@ class RewardConfig(Section):
     weight: float = Field(1.0, description="factor in the sum of rewards")
 
 
+def _tensorboard() -> list[Literal["tensorboard", "wandb", "trackio"]]:
+    return ["tensorboard"]
+
+
 class TrainConfig(Section):
     """All settings of `python -m grpo_agents.train`."""
 
@@ -163,7 +168,7 @@ class TrainConfig(Section):
     resume: str | None = Field(None, description="run folder to go on from")
     experiment: str | None = Field(None, description="YAML file of settings, laid under those of the command line")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default_factory=lambda: ["tensorboard"], description="where metrics go besides metrics.jsonl"
+        default_factory=_tensorboard, description="where metrics go besides metrics.jsonl"
     )
     keep_checkpoints: PositiveInt = Field(2, description="newest checkpoints kept besides the best")
 
@@ -183,7 +188,9 @@ class EvaluateConfig(Section):
 class SftConfig(Section):
     """All settings of `python -m grpo_agents.sft`."""
 
-    data: str = Field(description="JSONL file of chats (column messages), images as paths beside it; #N takes the first N")
+    data: str = Field(
+        description="JSONL file of chats (column messages), images as paths beside it; #N takes the first N"
+    )
     output: str = Field(description="folder for the trained adapter, or for the whole model when policy.lora.rank=0")
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     steps: PositiveInt = Field(1000, description="optimizer steps")

@@ -77,7 +77,10 @@ def finetune(config: SftConfig) -> dict[str, float]:
         if (step + 1) % max(1, config.steps // 20) == 0:
             accuracy = token_accuracy(policy, held_out[:512])
             seconds = time.perf_counter() - begin
-            print(f"step {step + 1:>6}  loss {np.mean(losses[-50:]):.3f}  accuracy {accuracy:.3f}  {seconds:.0f} s", flush=True)
+            print(
+                f"step {step + 1:>6}  loss {np.mean(losses[-50:]):.3f}  accuracy {accuracy:.3f}  {seconds:.0f} s",
+                flush=True,
+            )
     Path(config.output).mkdir(parents=True, exist_ok=True)
     policy.save(Path(config.output))
     return {"loss": float(np.mean(losses[-max(1, config.steps // 10) :])), "accuracy": token_accuracy(policy, held_out)}
@@ -108,7 +111,7 @@ def supervised_sequence(chat: Prompt, policy: QwenVL) -> TokenSequence:
 
 def token_accuracy(policy: QwenVL, sequences: Sequence[TokenSequence], batch_size: int = 64) -> float:
     """Share of target tokens that are the model's likeliest token; NaN without sequences."""
-    right = np.concatenate([hits for hits in token_hits(policy, sequences, batch_size)] or [np.empty(0)])
+    right = np.concatenate(token_hits(policy, sequences, batch_size) or [np.empty(0)])
     return float(right.mean()) if len(right) else math.nan
 
 

@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 from grpo_agents.config import TrainConfig
+from grpo_agents.errors import ConfigError
 from grpo_agents.run.checkpoint import RunFolder
 from grpo_agents.run.command import INTERRUPTED, run_command
 from grpo_agents.run.config import check_train, load_yaml, parse, to_yaml
 from grpo_agents.run.progress import Progress
-from grpo_agents.errors import ConfigError
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
     try:
         train(config, folder)
     except KeyboardInterrupt:
-        print(f"\nstopped; everything up to the last update is saved. Go on with:\n  python -m grpo_agents.train resume={folder.path}")
+        print(
+            f"\nstopped; everything up to the last update is saved. Go on with:\n  python -m grpo_agents.train resume={folder.path}"
+        )
         return INTERRUPTED
     return 0
 
@@ -45,7 +47,9 @@ def train(config: TrainConfig, folder: RunFolder) -> dict[str, Any]:
 
     trainer = Trainer(config, folder)
     state = trainer.state
-    with Progress(config.updates, config.env_steps, start_update=state.update, start_env_steps=state.env_steps) as progress:
+    with Progress(
+        config.updates, config.env_steps, start_update=state.update, start_env_steps=state.env_steps
+    ) as progress:
         trainer.describe(progress.note)
         trainer.baselines(progress.note)
         while (why := trainer.finished()) is None:
@@ -73,13 +77,18 @@ def _open_run(config: TrainConfig) -> tuple[RunFolder, TrainConfig]:
     if problems:
         raise ConfigError(problems)
     if config.resume is None:
-        name = config.name or f"{config.env.id.rpartition(':')[2].replace('/', '-')}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = (
+            config.name
+            or f"{config.env.id.rpartition(':')[2].replace('/', '-')}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        )
         folder = RunFolder.create(name)
         config = config.model_copy(update={"name": name})
         folder.write_text("config.yaml", to_yaml(config))
         return folder, config
     folder = RunFolder.open(config.resume)
-    given = {key: getattr(config, key) for key in ("updates", "env_steps", "episodes") if key in config.model_fields_set}
+    given: dict[str, Any] = {
+        key: getattr(config, key) for key in ("updates", "env_steps", "episodes") if key in config.model_fields_set
+    }
     return folder, load_yaml(TrainConfig, folder.config).model_copy(update=given)
 
 

@@ -163,7 +163,9 @@ class Trainer:
         """Why the run is over, or None while it is not."""
         state, config = self.state, self.config
         if state.solved:
-            return f"solved: validation mean {state.best_return:.1f} meets the threshold {self.agent.reward_threshold:g}"
+            return (
+                f"solved: validation mean {state.best_return:.1f} meets the threshold {self.agent.reward_threshold:g}"
+            )
         if config.updates is not None and state.update >= config.updates:
             return f"limit of {config.updates} updates"
         if state.env_steps >= config.env_steps:
@@ -312,7 +314,7 @@ class Trainer:
 
     def print_table(self, summary: dict[str, Any]) -> None:
         """Print the result."""
-        rows = {name: summary[name] for name in ("random", "untrained", "trained") if name in summary}
+        rows: dict[str, Any] = {name: summary[name] for name in ("random", "untrained", "trained") if name in summary}
         console = Console()
         console.print(result_table(rows, env_steps=summary["env_steps"], wall_s=summary["wall_s"]))
         console.print(f"written to {self.folder.path}", highlight=False)

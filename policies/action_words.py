@@ -64,7 +64,9 @@ class ActionWords:
         for choice, word in enumerate(words):
             ids = tokenizer(word, add_special_tokens=False).input_ids
             if not ids:
-                raise EnvironmentSetupError(f"action {choice} has the empty word {word!r}; give it a name in env.actions")
+                raise EnvironmentSetupError(
+                    f"action {choice} has the empty word {word!r}; give it a name in env.actions"
+                )
             node = root
             for token in ids:
                 node = node.children.setdefault(token, Node())

@@ -166,7 +166,7 @@ class Encoder:
         spans: list[VisualSpan] = []
         remaining = iter(runs)
         for grid in grids:
-            t, h, w = (int(x) for x in grid.get("image_grid_thw", grid.get("video_grid_thw"))[0])
+            t, h, w = (int(x) for x in grid["image_grid_thw" if "image_grid_thw" in grid else "video_grid_thw"][0])
             per_frame = h * w // self.merge**2
             start, count = next(remaining, (0, 0))
             if count == t * per_frame:

@@ -116,7 +116,9 @@ class QwenVL(nn.Module):
 
     def _train_all_weights(self, adapter: Path | None) -> None:
         """Full fine-tuning. The reference for the KL is then a frozen copy, since there is no adapter to switch off."""
-        self._reference = nn.ModuleDict({"language": copy.deepcopy(self.language), "head": copy.deepcopy(self.core.lm_head)})
+        self._reference = nn.ModuleDict(
+            {"language": copy.deepcopy(self.language), "head": copy.deepcopy(self.core.lm_head)}
+        )
         self._reference.requires_grad_(False)
         if adapter is not None:
             self.load_adapter(adapter)

@@ -15,9 +15,14 @@ from typing import Any, Literal
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import nn
-from transformers import PreTrainedModel, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2TokenizerFast
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2TokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
 
@@ -111,7 +116,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Qwen2TokenizerFast:
     return fast
 
 
-def build_processor(tokenizer: Qwen2TokenizerFast, family: Family, patch_size: int = 8, max_pixels: int = 1 << 20) -> Any:
+def build_processor(
+    tokenizer: Qwen2TokenizerFast, family: Family, patch_size: int = 8, max_pixels: int = 1 << 20
+) -> Any:
     """A Qwen-VL processor whose zero is white: most Gymnasium worlds are drawn on white, and a tiny model learns from
     what differs from zero. Black is -3, the range that Qwen's own normalisation spans."""
     from transformers import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,8 @@ def _compare(episodes: list[Episode], config: GroupConfig) -> tuple[list[NDArray
         by_episode = [np.full(len(r), a) for r, a in zip(rewards, by_member, strict=True)]
         return by_episode, flat_group_cause(returns, failed, invalid)
     bootstraps = [
-        0.0 if episode.failed else limit_bootstrap(r, config.gamma) for episode, r in zip(episodes, rewards, strict=True)
+        0.0 if episode.failed else limit_bootstrap(r, config.gamma)
+        for episode, r in zip(episodes, rewards, strict=True)
     ]
     outcomes = np.array([returns_to_go(r, config.gamma, b)[0] for r, b in zip(rewards, bootstraps, strict=True)])
     by_episode = return_to_go_advantages(rewards, bootstraps, config.gamma)
@@ -99,7 +101,7 @@ def _normalize(advantages: list[list[NDArray[np.float64]]], config: GroupConfig)
     scope = config.normalize or ("batch" if config.advantage == "return_to_go" else "group")
     if scope == "batch":
         flat = scale_by_std([values for group in advantages for values in group])
-        sizes = np.cumsum([len(group) for group in advantages])[:-1] if advantages else []
+        sizes = [int(end) for end in np.cumsum([len(group) for group in advantages])[:-1]]
         return [list(part) for part in _split(flat, sizes)]
     if scope == "group" and config.advantage == "return_to_go":
         return [list(scale_by_std(group)) for group in advantages]
@@ -108,4 +110,4 @@ def _normalize(advantages: list[list[NDArray[np.float64]]], config: GroupConfig)
 
 def _split(flat: list[NDArray[np.float64]], ends: Sequence[int]) -> list[list[NDArray[np.float64]]]:
     bounds = [0, *ends, len(flat)]
-    return [flat[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [flat[a:b] for a, b in pairwise(bounds)]

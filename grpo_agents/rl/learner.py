@@ -287,7 +287,3 @@ def _padded(rows: Sequence[Any], width: int) -> Tensor:
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
-
-
