@@ -152,9 +152,6 @@ def test_resume_takes_limits_and_nothing_else() -> None:
     assert "env, seed cannot be set beside it" in problem
 
 
-def test_a_kl_to_the_start_needs_an_adapter_to_switch_off() -> None:
-
-
 def test_a_missing_required_setting_says_what_it_is() -> None:
     with pytest.raises(ConfigError, match=r"run=\.\.\. must be given: run folder"):
         parse(EvaluateConfig, [], prog="grpo_agents.evaluate", summary="Play.")
