@@ -59,6 +59,16 @@ class Capture:
             self._finish(Image.fromarray(np.ascontiguousarray(rendered[..., :3]).astype(np.uint8, copy=False)))
         )
 
+    def picture(self) -> NDArray[np.uint8]:
+        """What `render()` returns: the whole picture at full size."""
+        screen = getattr(self.env.unwrapped, "screen", None) if self._canvas else None
+        if screen is not None:
+            screen.set_clip(None)
+        rendered = np.array(self.env.render(), dtype=np.uint8)
+        if screen is not None:
+            screen.set_clip((0, 0, 0, 0))
+        return rendered
+
     def _draw(self) -> Image.Image:
         """Let the environment draw on a kept surface, and look at the surface's memory instead of copying it.
 

@@ -130,6 +130,10 @@ class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
         """The newest frame as the policy sees it."""
         return self._frames[-1]
 
+    def latest_picture(self) -> np.ndarray[Any, Any]:
+        """The environment rendered at full size, for people to watch: uint8 (height, width, 3)."""
+        return self._capture.picture()
+
     def snapshot_state(self) -> dict[str, Any]:
         """What this wrapper adds to a snapshot of the environment: its window of frames (they are immutable)."""
         return {"frames": tuple(self._frames)}

@@ -1,0 +1,119 @@
+"""Watch a trained agent play and print its table again: `python -m grpo_agents.evaluate run=runs/NAME render=video`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from grpo_agents.config import EvaluateConfig, TrainConfig
+from grpo_agents.run.checkpoint import RunFolder
+from grpo_agents.run.command import run_command
+from grpo_agents.run.config import load_yaml, parse
+from grpo_agents.run.progress import result_table
+from grpo_agents.run.seeding import SeedPanels, Streams
+from grpo_agents.run.statistics import latency_summary, summarize
+
+if TYPE_CHECKING:
+    from grpo_agents.agent import Agent
+    from grpo_agents.run.moment import Viewer
+
+
+def main(argv: list[str]) -> int:
+    config = parse(EvaluateConfig, argv, prog="python -m grpo_agents.evaluate", summary=__doc__ or "")
+    folder = RunFolder.open(config.run)
+    trained = load_yaml(TrainConfig, folder.config)
+    from grpo_agents.agent import Agent
+
+    agent = Agent.build(trained.env, trained.policy, config.sampler, adapter=_adapter(folder, config.adapter))
+    count = config.episodes or (trained.episodes if config.render == "none" else 1)
+    seeds = SeedPanels(trained.seed).held_out(count)
+    returns, seconds = _play(agent, config, folder, seeds, trained.seed)
+    rows: dict[str, Any] = dict(folder.read_json("baselines.json") or {})
+    rows = {name: summarize(values) for name, values in rows.items()} | {"trained": summarize(returns)}
+    console = Console()
+    console.print(result_table(rows))
+    latency = latency_summary(seconds)
+    console.print(
+        f"action latency, one environment: median {latency['median_ms']:.1f} ms, 95th percentile {latency['p95_ms']:.1f} ms",
+        highlight=False,
+    )
+    return 0
+
+
+def _adapter(folder: RunFolder, which: str) -> Path | None:
+    checkpoints = folder.checkpoints()
+    if which == "best" and folder.best.is_dir():
+        return folder.best
+    return checkpoints[-1][1] / "adapter" if checkpoints else None
+
+
+def _play(
+    agent: Agent, config: EvaluateConfig, folder: RunFolder, seeds: list[int], root: int
+) -> tuple[list[float], list[float]]:
+    """Play one episode from each seed, one after the other; returns, and seconds from prompt to action."""
+    from grpo_agents.run.viewers import open_viewer
+
+    if config.render == "none":
+        return _episodes(agent, config, seeds, root, None)
+    env = agent.play.make_env()
+    fps = config.fps or int(env.metadata.get("render_fps") or 30)
+    env.close()
+    path = folder.path / "evaluation.mp4"
+    with open_viewer(config.render, path=path, fps=fps) as viewer:
+        played = _episodes(agent, config, seeds, root, viewer)
+    if config.render == "video":
+        print(f"written to {path}")
+    return played
+
+
+def _episodes(
+    agent: Agent, config: EvaluateConfig, seeds: list[int], root: int, viewer: Viewer | None
+) -> tuple[list[float], list[float]]:
+    import asyncio
+
+    env = agent.play.make_env()
+    returns: list[float] = []
+    seconds: list[float] = []
+    for episode, seed in enumerate(seeds):
+        rng = None if config.greedy else Streams(root).generator("evaluate", seed)
+        prompt, _ = env.reset(seed=seed)
+        total, over, step = 0.0, False, 0
+        while not over:
+            begin = time.perf_counter()
+            sample = asyncio.run(_draw(agent, prompt, rng))
+            seconds.append(time.perf_counter() - begin)
+            if viewer is not None and not viewer.show(_moment(env, sample, step, episode, total)):
+                return [*returns, total], seconds
+            prompt, reward, terminated, truncated, _ = env.step(sample.choice or 0)
+            total, step, over = total + float(reward), step + 1, terminated or truncated
+        returns.append(total)
+    env.close()
+    return returns, seconds
+
+
+async def _draw(agent: Agent, prompt: Any, rng: Any) -> Any:
+    return await agent.play.draw(agent.play.encode(prompt), rng)
+
+
+def _moment(env: Any, sample: Any, step: int, episode: int, total: float) -> Any:
+    from grpo_agents.run.viewers import Moment
+
+    return Moment(
+        picture=env.latest_picture(),
+        seen=env.latest_frame().pixels,
+        actions=env.actions,
+        probabilities=sample.choice_probs,
+        choice=sample.choice or 0,
+        step=step,
+        episode=episode,
+        total=total,
+        title=env.spec.id if env.spec else "",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
