@@ -6,11 +6,7 @@ any update goes on exactly as the one that was never stopped.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,6 +24,7 @@ from grpo_agents.errors import CheckpointError, GrpoAgentsError
 from grpo_agents.rewards import resolve_rewards, score
 from grpo_agents.rl.credit import Credit, TrainingStep, assign_credit
 from grpo_agents.rl.episode import EndReason, Episode, Group
+from grpo_agents.rl.episode_metrics import episode_metrics, flat_metrics
 from grpo_agents.rl.learner import Learner, learning_rate
 from grpo_agents.rl.record_check import check_groups
 from grpo_agents.rl.rollout import Rollouts, collect_restarts, graded_groups
@@ -36,6 +33,7 @@ from grpo_agents.run.checkpoint import RunFolder, recover_best
 from grpo_agents.run.metrics import MetricsLog
 from grpo_agents.run.plots import return_curve, return_histograms
 from grpo_agents.run.progress import result_table
+from grpo_agents.run.provenance import hardware, versions
 from grpo_agents.run.seeding import SeedPanels, Streams
 from grpo_agents.run.statistics import summarize
 
@@ -391,52 +389,3 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return value
         return float(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device), "sum"))
-
-
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Returns (of episodes from a reset; those of restarts tell nothing about whole episodes), lengths, ends, validity."""
-    whole = [episode.episode_return for episode in episodes if episode.start == "reset"]
-    restarted = [len(episode) for episode in episodes if episode.start == "restart"]
-    steps = [step for episode in episodes for step in episode.steps]
-    metrics: dict[str, Any] = {"episodes": len(episodes)}
-    if whole:
-        metrics |= {
-            "return/mean": float(np.mean(whole)),
-            "return/p10": float(np.percentile(whole, 10)),
-            "return/p90": float(np.percentile(whole, 90)),
-        }
-    if restarted:
-        metrics["restart/length"] = float(np.mean(restarted))
-    ends = Counter(episode.end.value for episode in episodes)
-    metrics |= {f"end/{reason.value}": ends[reason.value] for reason in EndReason}
-    if steps:
-        metrics["actions/invalid"] = float(np.mean([not step.valid for step in steps]))
-        metrics["truncation"] = float(np.mean([step.sample.finish == "length" for step in steps]))
-    for name in sorted({name for episode in episodes for name in episode.scores}):
-        values = [value for episode in episodes if (value := episode.scores.get(name)) is not None]
-        if values:
-            metrics[f"reward/{name}"] = float(np.mean(values))
-    return metrics
-
-
-def flat_metrics(credit: Credit) -> dict[str, Any]:
-    """The share of groups without a signal, and the count of each cause."""
-    return {"groups/flat": credit.flat_share} | {f"groups/{cause}": n for cause, n in sorted(credit.flat.items())}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    names = ("grpo_agents", "torch", "transformers", "peft", "accelerate", "gymnasium", "numpy", "pillow")
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def hardware() -> dict[str, Any]:
-    """What the run ran on."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu, "machine": platform.machine()}
