@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from grpo_agents.errors import EnvironmentSetupError
@@ -30,14 +31,26 @@ class Node:
     def forced(self) -> bool:
         return len(self.children) == 1
 
+    @cached_property
+    def rest(self) -> tuple[tuple[int, ...], int] | None:
+        """The tokens to the end of the only word left and that word's index; None while there is still a choice."""
+        tokens: list[int] = []
+        node = self
+        while node.choice is None:
+            if not node.forced:
+                return None
+            ((token, node),) = node.children.items()
+            tokens.append(token)
+        return tuple(tokens), node.choice
+
 
 @dataclass(eq=False)
 class ActionWords:
     """The replies that are actions.
 
     A word that is the beginning of another one ("left", "left fast") is told apart by the end-of-turn token: it has to
-    follow the shorter word, and only there. Words that end alone need no end-of-turn token, so an action of one token costs
-    one forward pass.
+    follow the shorter word, and only there. Words that end alone need no end-of-turn token, and once a word is the only one
+    left its other tokens are certain: an action that one token decides costs one forward pass.
 
     Attributes:
         words: the replies, in the order of the action space.

@@ -195,8 +195,8 @@ class _Replies:
 
     @property
     def one_decision(self) -> bool:
-        """Whether every reply ends with its first token."""
-        return self.actions is not None and all(not child.children for child in self.actions.root.children.values())
+        """Whether the first token settles every reply."""
+        return self.actions is not None and all(child.rest for child in self.actions.root.children.values())
 
     @property
     def done(self) -> bool:
@@ -242,9 +242,18 @@ class _Replies:
                 self.allowed[row].append(options)
                 if self.probabilities[row] is None and not node.forced:
                     self.probabilities[row] = np.exp(row_logprobs)
-                self.nodes[row] = node.children[options[pick]]
-                if self.nodes[row].choice is not None:
-                    self.finish[row] = "action"
+                self._advance(row, node.children[options[pick]])
+
+    def _advance(self, row: int, node: Node) -> None:
+        """Go on to a node; where only one word is left, its other tokens are certain and are not computed."""
+        self.nodes[row] = node
+        if node.rest is None:
+            return
+        tokens, _ = node.rest
+        self.ids[row] += tokens
+        self.logprobs[row] += [0.0] * len(tokens)
+        self.allowed[row] += [(token,) for token in tokens]
+        self.finish[row] = "action"
 
     def samples(self, version: int, features: list[Tensor | None] | None) -> list[Sample]:
         firsts: tuple[int, ...] = ()
@@ -260,7 +269,7 @@ class _Replies:
                     ids=np.array(self.ids[row], dtype=np.int64),
                     logprobs=np.array(self.logprobs[row], dtype=np.float32),
                     allowed=tuple(self.allowed[row]) if self.actions else None,
-                    choice=self.nodes[row].choice if self.actions else None,
+                    choice=self._choice(row),
                     choice_probs=None
                     if probabilities is None
                     else np.array([probabilities[order[token]] for token in firsts], dtype=np.float32),
@@ -272,6 +281,10 @@ class _Replies:
                 )
             )
         return out
+
+    def _choice(self, row: int) -> int | None:
+        rest = self.nodes[row].rest if self.actions else None
+        return None if rest is None else rest[1]
 
 
 def _draw(logprobs: np.ndarray, rng: np.random.Generator | None) -> int:

@@ -37,10 +37,11 @@ class TokenSequence:
 
     @classmethod
     def of_sample(cls, encoded: Encoded, sample: Sample) -> TokenSequence:
-        """The sequence of one sampled reply; every completion token is a target."""
+        """The sequence of one sampled reply; every token that was a decision is a target."""
+        decisions = sample.decisions.tolist()
+        allowed = None if sample.allowed is None else tuple(sample.allowed[i] for i in decisions)
         start = len(encoded.layout.ids)
-        targets = range(start, start + len(sample.ids))
-        return cls(encoded, sample.ids, targets, sample.allowed, sample.features)
+        return cls(encoded, sample.ids, [start + i for i in decisions], allowed, sample.features)
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,6 +191,14 @@ class Sample:
     finish: str
     features: Any = None
 
+    @cached_property
+    def decisions(self) -> NDArray[np.int64]:
+        """Indices of the tokens that could have been others: all of free text, and of an action word those that tell it
+        from the other words. Only these have a gradient; the rest are certain, with log-probability 0."""
+        if self.allowed is None:
+            return np.arange(len(self.ids))
+        return np.array([i for i, options in enumerate(self.allowed) if len(options) > 1], dtype=np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Step:

@@ -179,7 +179,7 @@ class Learner:
         live = [step for step in minibatch if step.live]
         denominators = Denominators(
             sequences=self._sum(len(live)),
-            tokens=self._sum(sum(len(step.sample.ids) for step in live)),
+            tokens=self._sum(sum(len(step.sample.decisions) for step in live)),
             max_tokens=float(self.max_tokens),
         )
         part = _Totals()
@@ -200,7 +200,7 @@ class Learner:
         batch = self.collate(chunk)
         device = batch.mask.device
         mask = batch.mask & torch.tensor([step.live for step in chunk], device=device)[:, None]
-        old = _padded([step.sample.logprobs for step in chunk], mask.shape[1]).to(device)
+        old = _old_logprobs(chunk, mask.shape[1]).to(device)
         advantages = torch.tensor([step.advantage for step in chunk], dtype=torch.float32, device=device)
         temperature = chunk[0].sample.temperature
         logprobs, entropies = self.module(batch, temperature)
@@ -224,7 +224,7 @@ class Learner:
         """Largest difference between the sampler's and the learner's log-probabilities before the update."""
         batch = self.collate(steps)
         logprobs, _ = self.policy(batch, steps[0].sample.temperature)
-        old = _padded([step.sample.logprobs for step in steps], batch.mask.shape[1]).to(logprobs.device)
+        old = _old_logprobs(steps, batch.mask.shape[1]).to(logprobs.device)
         return float(((logprobs - old) * batch.mask).abs().max())
 
     @torch.no_grad()
@@ -278,10 +278,11 @@ def learning_rate(config: LearnerConfig, update: int, progress: float) -> float:
     return config.lr * warm * fall
 
 
-def _padded(rows: Sequence[Any], width: int) -> Tensor:
-    out = torch.zeros(len(rows), width)
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.from_numpy(row)
+def _old_logprobs(steps: Sequence[TrainingStep], width: int) -> Tensor:
+    """Log-probabilities of the decisions when they were sampled, (B, width), padded with 0."""
+    out = torch.zeros(len(steps), width)
+    for row, step in enumerate(steps):
+        out[row, : len(step.sample.decisions)] = torch.from_numpy(step.sample.logprobs[step.sample.decisions])
     return out
 
 

@@ -61,10 +61,14 @@ class Rollouts:
     ) -> list[tuple[Episode, Trail | None]]:
         """Play one episode from each start, all at once; without a generator an episode is played greedily."""
 
-        async def together() -> list[tuple[Episode, Trail | None]]:
-            return list(await asyncio.gather(*(self._episode(s, r) for s, r in zip(starts, rngs, strict=True))))
+        played: list[tuple[Episode, Trail | None]] = []
 
-        return asyncio.run(together())
+        async def together() -> None:
+            # Not returned: on its way out, asyncio.run formats the finished task with its result, pixels and all.
+            played.extend(await asyncio.gather(*(self._episode(s, r) for s, r in zip(starts, rngs, strict=True))))
+
+        asyncio.run(together())
+        return played
 
     def groups(
         self, starts: Sequence[Start], size: int, rng_of: Callable[[int, int], np.random.Generator]
