@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import torch
 
 from grpo_agents.config import EnvConfig, PolicyConfig, SamplerConfig
 from grpo_agents.envs import snapshot
@@ -23,6 +24,8 @@ from grpo_agents.rl.credit import TrainingStep
 from grpo_agents.rl.episode import Encoded, EndReason, Episode, Sample
 from grpo_agents.rl.rollout import Play, Rollouts
 from grpo_agents.rl.starts import Start
+
+_TINY = 10_000_000
 
 
 @dataclass(eq=False)
@@ -76,6 +79,7 @@ class Agent:
                 if snapshots:
                     raise SnapshotError(f"group.start=restart needs to save and restore {env.id}: {error}") from error
         loaded = QwenVL.load(policy, seed=seed, adapter=adapter)
+        _set_threads(policy.threads, loaded)
         words = ActionWords.build(example.actions, loaded.processor.tokenizer)
         chosen = LocalSampler(loaded, sampler.batch_size)
 
@@ -111,6 +115,18 @@ class Agent:
             if episode.end is EndReason.FAULT:
                 raise GrpoAgentsError(f"{self.env.id} failed in evaluation, seed {episode.seed}:\n{episode.fault}")
         return episodes
+
+
+def _set_threads(threads: int | None, policy: QwenVL) -> None:
+    """Choose the number of CPU threads.
+
+    The operations of a tiny model are too small to share: two threads gain little on an idle machine, wait for each other
+    many times longer than they compute on a busy one, and round differently on machines with other numbers of cores.
+    """
+    if threads is None and sum(p.numel() for p in policy.core.parameters()) < _TINY:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
 
 
 def random_returns(env: EnvConfig, seeds: Sequence[int], rng: np.random.Generator) -> list[float]:

@@ -77,6 +77,9 @@ class PolicyConfig(Section):
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     device: str | None = Field(None, description="cpu, cuda, cuda:0, mps; default: the best that is there")
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads; default: 1 for a model of under ten million parameters, else PyTorch's own choice"
+    )
 
 
 class SamplerConfig(Section):
@@ -134,7 +137,9 @@ class EvalConfig(Section):
     every: NonNegativeInt = Field(4, description="updates between two validations; 0: only at the end")
     episodes: PositiveInt = Field(32, description="episodes of the validation panel, always the same seeds, greedy")
     confirm: NonNegativeInt = Field(
-        64, description="more validation seeds, played once the threshold is met; the run stops if all together meet it"
+        64,
+        description="more validation seeds, played when the mean meets the threshold and the lower end of its interval does "
+        "not; the run stops if all together meet it",
     )
 
 
