@@ -27,7 +27,7 @@ class PromptSpace(spaces.Space[Prompt]):
         self.example = example
 
     def contains(self, x: Any) -> bool:
-        """Whether x is a prompt with as many messages and pictures, and pictures of the same size."""
+        """Whether x is a prompt with as many images and videos, of the same sizes."""
         return isinstance(x, Prompt) and self._sizes(x) == self._sizes(self.example)
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> Prompt:
@@ -54,7 +54,7 @@ class PromptSpace(spaces.Space[Prompt]):
         )
 
 
-class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
+class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any], gym.utils.RecordConstructorArgs):
     """Turns rendered frames into prompts and action indices into actions.
 
     ## Description
@@ -77,7 +77,8 @@ class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
     """
 
     def __init__(self, env: gym.Env[WrapperObsType, Any], settings: PromptSettings, caption: bool = False):
-        super().__init__(cast(Any, env))
+        gym.utils.RecordConstructorArgs.__init__(self, settings=settings, caption=caption)
+        gym.Wrapper.__init__(self, cast(Any, env))
         name = env.spec.id if env.spec else type(env.unwrapped).__name__
         self.settings = settings
         self.actions = _action_words(env, settings.actions, name)
@@ -122,8 +123,8 @@ class PromptEnv(gym.Wrapper[Prompt, int, WrapperObsType, Any]):
         if self.settings.frames.kind == "images":
             shown = tuple(ImagePart(frame) for frame in frames)
         words = self.settings.question
-        if self._caption is not None and self.env.unwrapped is not None and self._frames:
-            words = f"{self._caption(self.env)} {words}"
+        if self._caption is not None and self._frames:
+            words = f"{self._caption(self.env.unwrapped)} {words}"
         return Prompt((Message("user", (TextPart(self.rules), *shown, TextPart(words))),))
 
     def latest_frame(self) -> Frame:

@@ -1,13 +1,17 @@
 """Save an environment in mid-episode and go on from there later, as often as wanted, in this or another instance.
 
-Classic-control environments are saved by the few values that make up their state. Any other environment is deep-copied,
-drawing surfaces and other handles left out, and believed only after `verify`: restored, it has to play on identically.
+Classic-control environments are saved by the few values that make up their state. Of any other environment all attributes
+are pickled, drawing surfaces left out, which also lets a checkpoint keep them. That is believed only after `verify`:
+restored, the environment has to play on identically.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import io
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,29 +19,38 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.envs.classic_control import AcrobotEnv, CartPoleEnv, MountainCarEnv, PendulumEnv
 from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_MountainCarEnv
+from gymnasium.utils.env_checker import data_equivalence
 
 from grpo_agents.errors import SnapshotError
+from grpo_agents.rl.episode import Prompt, TextPart, VideoPart
 
+# A subclass may have more state.
 _CLASSIC = (CartPoleEnv, MountainCarEnv, Continuous_MountainCarEnv, AcrobotEnv, PendulumEnv)
 _CLASSIC_STATE = ("state", "steps_beyond_terminated", "last_u")
 # Of a wrapper only these plain kinds of attribute are state; spaces, specs and the inner environment are not.
-_PLAIN = (int, float, bool, str, type(None), np.ndarray, np.generic, list, tuple, dict)
-_NOT_STATE = {"env", "_cached_spec", "_metadata", "_action_space", "_observation_space", "metadata", "settings"}
+_PLAIN = (int, float, bool, str, type(None), np.ndarray, np.generic, list, tuple, dict, set, deque)
+_NOT_STATE = {"env", "_cached_spec", "_saved_kwargs", "_metadata", "_action_space", "_observation_space", "metadata"}
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """An environment's state: one entry for each wrapper from the outside in, then the environment itself."""
+    """An environment's state, which can be pickled.
 
-    wrappers: tuple[tuple[str, dict[str, Any]], ...]
-    inner: dict[str, Any]
+    Attributes:
+        wrappers: name and state of each wrapper, from the outside in: what its `snapshot_state()` returned, or pickled
+            attributes.
+        inner: the environment itself: its values, or its pickled attributes.
+    """
+
+    wrappers: tuple[tuple[str, Any], ...]
+    inner: dict[str, Any] | bytes
 
 
 def save(env: gym.Env[Any, Any]) -> Snapshot:
     """Save `env` (wrappers, counters, random generator and all).
 
     Raises:
-        SnapshotError: some part of the environment cannot be copied.
+        SnapshotError: some part of the environment cannot be pickled.
     """
     wrappers = []
     layer: Any = env
@@ -62,92 +75,130 @@ def restore(env: gym.Env[Any, Any], snapshot: Snapshot) -> None:
         if hasattr(layer, "restore_state"):
             layer.restore_state(state)
         else:
-            layer.__dict__.update(copy.deepcopy(state))
+            layer.__dict__.update(_Unpickler(state, layer).load())
         layer = layer.env
-    inner = dict(snapshot.inner)
-    generator = inner.pop("np_random")
-    if isinstance(layer, _CLASSIC):
-        layer.__dict__.update({key: _copied(value) for key, value in inner.items()})
+    if isinstance(layer, gym.Wrapper):
+        raise SnapshotError(f"this environment has one more wrapper than the saved one: {type(layer).__name__}")
+    if isinstance(snapshot.inner, bytes):
+        layer.__dict__.update(_Unpickler(snapshot.inner, layer).load())
     else:
-        layer.__dict__.update(copy.deepcopy(inner))
-    if generator is not None:
-        layer.np_random.bit_generator.state = generator
+        inner = dict(snapshot.inner)
+        layer.np_random.bit_generator.state = inner.pop("np_random")
+        layer.__dict__.update({key: _copied(value) for key, value in inner.items()})
 
 
 def verify(make: Callable[[], gym.Env[Any, Any]], *, seed: int = 0, steps: int = 20) -> None:
     """Prove that snapshots of an environment are exact: play, save, play on twice from the saved state, compare.
 
-    The second time another instance is restored. Rewards, ends and (for `PromptEnv`) frames have to be equal.
+    The second time another instance is restored, which was reset with another seed in between. Observations (of a
+    `PromptEnv`: words and pixels), rewards and ends have to be equal.
 
     Args:
         make: makes a fresh instance.
         seed: of the episode and of the actions.
-        steps: actions played before saving at most, and after.
+        steps: random actions played after saving; a quarter as many are played before.
 
     Raises:
-        SnapshotError: the environment cannot be copied or does not play on identically.
+        SnapshotError: the environment cannot be pickled or does not play on identically.
     """
     first, second = make(), make()
     try:
         first.reset(seed=seed)
-        second.reset(seed=seed + 1)
-        rng = np.random.default_rng(seed)
-        actions = rng.integers(0, first.action_space.n, size=2 * steps)  # type: ignore[attr-defined]
-        for action in actions[: steps // 4]:
-            if any(first.step(action)[2:4]):
+        first.action_space.seed(seed)
+        for _ in range(steps // 4):
+            if any(first.step(first.action_space.sample())[2:4]):
                 first.reset(seed=seed)
+        actions = [first.action_space.sample() for _ in range(steps)]
         saved = save(first)
-        expected = _play(first, actions[steps:])
+        expected = _play(first, actions)
+        second.reset(seed=seed + 1)
         restore(second, saved)
-        if _play(second, actions[steps:]) != expected:
+        if not data_equivalence(_play(second, actions), expected, exact=True):
+            name = first.spec.id if first.spec else type(first.unwrapped).__name__
             raise SnapshotError(
-                f"{first.spec.id if first.spec else first} does not play on identically after a snapshot: part of its state "
-                "lies outside the environment object. Use group.start=reset"
+                f"{name} does not play on identically after a snapshot: part of its state lies outside the environment "
+                "object. Use group.start=reset"
             )
     finally:
         first.close()
         second.close()
 
 
-def _play(env: gym.Env[Any, Any], actions: Any) -> list[Any]:
+def _play(env: gym.Env[Any, Any], actions: Sequence[Any]) -> list[Any]:
     seen = []
     for action in actions:
         observation, reward, terminated, truncated, _ = env.step(action)
-        visuals = observation.visuals() if hasattr(observation, "visuals") else None
-        what = repr(observation) if visuals is None else [f.digest for v in visuals for f in getattr(v, "frames", ())]
+        what = _content(observation) if isinstance(observation, Prompt) else copy.deepcopy(observation)
         seen.append((what, float(reward), bool(terminated), bool(truncated)))
         if terminated or truncated:
             break
     return seen
 
 
+def _content(prompt: Prompt) -> list[str | bytes]:
+    """Words and picture hashes in reading order."""
+    found: list[str | bytes] = []
+    for part in (part for message in prompt.messages for part in message.parts):
+        if isinstance(part, TextPart):
+            found.append(part.text)
+        else:
+            found += [frame.digest for frame in (part.frames if isinstance(part, VideoPart) else (part.frame,))]
+    return found
+
+
 def _copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def _wrapper_state(wrapper: Any) -> dict[str, Any]:
+def _wrapper_state(wrapper: Any) -> Any:
     if hasattr(wrapper, "snapshot_state"):
-        return wrapper.snapshot_state()  # type: ignore[no-any-return]
-    return {
-        key: copy.deepcopy(value)
-        for key, value in wrapper.__dict__.items()
-        if key not in _NOT_STATE and isinstance(value, _PLAIN)
-    }
+        return wrapper.snapshot_state()
+    own = wrapper.__dict__.items()
+    return _pickled(wrapper, {key: value for key, value in own if key not in _NOT_STATE and isinstance(value, _PLAIN)})
 
 
-def _inner_state(env: Any) -> dict[str, Any]:
-    generator = getattr(env, "_np_random", None)
-    state = {"np_random": None if generator is None else copy.deepcopy(generator.bit_generator.state)}
-    if isinstance(env, _CLASSIC):
-        own = env.__dict__
-        return state | {key: _copied(own[key]) for key in _CLASSIC_STATE if key in own}
-    left_out = {"_np_random", "spec", "action_space", "observation_space", *_drawing_handles(env)}
+def _inner_state(env: Any) -> dict[str, Any] | bytes:
+    own = env.__dict__
+    if type(env) in _CLASSIC:
+        state = {key: _copied(own[key]) for key in _CLASSIC_STATE if key in own}
+        return state | {"np_random": copy.deepcopy(env.np_random.bit_generator.state)}
+    left_out = {"spec", "action_space", "observation_space", *_drawing_handles(env)}
+    return _pickled(env, {key: value for key, value in own.items() if key not in left_out})
+
+
+def _pickled(owner: Any, attributes: dict[str, Any]) -> bytes:
+    """All at once, so that what two attributes share stays shared."""
+    file = io.BytesIO()
     try:
-        return state | {key: copy.deepcopy(value) for key, value in env.__dict__.items() if key not in left_out}
-    except Exception as error:
+        _Pickler(file, owner).dump(attributes)
+    except Exception as error:  # as many kinds as there are objects
         raise SnapshotError(
-            f"{type(env).__name__} cannot be saved: {error}. Use group.start=reset, or keep handles out of its attributes"
+            f"{type(owner).__name__} cannot be saved: {error}. Use group.start=reset, or keep handles and functions out of "
+            "its attributes"
         ) from error
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a mark for the owner of the attributes, which may refer to it, instead of a copy."""
+
+    def __init__(self, file: io.BytesIO, owner: Any):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._owner = owner
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "owner" if obj is self._owner else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the owner that is restored where the mark is."""
+
+    def __init__(self, data: bytes, owner: Any):
+        super().__init__(io.BytesIO(data))
+        self._owner = owner
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._owner
 
 
 def _drawing_handles(env: Any) -> set[str]:

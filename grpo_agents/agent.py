@@ -16,6 +16,7 @@ from grpo_agents.envs import snapshot
 from grpo_agents.envs.prompt_env import PromptEnv, make_env
 from grpo_agents.errors import GrpoAgentsError, SnapshotError
 from grpo_agents.policies.action_words import ActionWords
+from grpo_agents.policies.canary import Canary
 from grpo_agents.policies.local import LocalSampler
 from grpo_agents.policies.qwen_vl import QwenVL
 from grpo_agents.policies.sampler import Sampler, SampleRequest
@@ -37,6 +38,7 @@ class Agent:
         sampler: what draws its replies.
         words: the action words as token tries.
         play: the parts that rollouts need.
+        canary: tells whether sampler and learner have the same weights.
         reward_threshold: return at which the environment counts as solved; None where its spec has none.
     """
 
@@ -45,6 +47,7 @@ class Agent:
     sampler: Sampler
     words: ActionWords
     play: Play
+    canary: Canary
     reward_threshold: float | None
 
     @classmethod
@@ -81,7 +84,8 @@ class Agent:
         loaded = QwenVL.load(policy, seed=seed, adapter=adapter)
         _set_threads(policy.threads, loaded)
         words = ActionWords.build(example.actions, loaded.processor.tokenizer)
-        chosen = LocalSampler(loaded, sampler.batch_size)
+        chosen = _make_sampler(loaded, sampler)
+        chosen.sync(loaded.version)
 
         async def draw(encoded: Encoded, rng: np.random.Generator | None) -> Sample:
             request = SampleRequest(encoded, words, rng, sampler.temperature, sampler.max_new_tokens)
@@ -94,7 +98,8 @@ class Agent:
             draw=draw,
             snapshots=snapshot if snapshots else None,
         )
-        return cls(env, loaded, chosen, words, play, threshold)
+        canary = Canary(loaded, words, sampler.temperature, sampler.canary)
+        return cls(env, loaded, chosen, words, play, canary, threshold)
 
     def collate(self, steps: Sequence[TrainingStep]) -> TokenBatch:
         """Training steps as one batch of the policy. Features kept from play serve while the vision tower is frozen."""
@@ -127,6 +132,18 @@ def _set_threads(threads: int | None, policy: QwenVL) -> None:
         threads = 1
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+def _make_sampler(policy: QwenVL, config: SamplerConfig) -> Sampler:
+    if config.name == "vllm":
+        from grpo_agents.policies.vllm_engine import VllmSampler
+
+        return VllmSampler(policy, config)
+    if config.name == "vllm-server":
+        from grpo_agents.policies.vllm_server import VllmServerSampler
+
+        return VllmServerSampler(policy, config)
+    return LocalSampler(policy, config.batch_size)
 
 
 def random_returns(env: EnvConfig, seeds: Sequence[int], rng: np.random.Generator) -> list[float]:

@@ -78,15 +78,53 @@ class PolicyConfig(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     device: str | None = Field(None, description="cpu, cuda, cuda:0, mps; default: the best that is there")
     threads: PositiveInt | None = Field(
-        None, description="CPU threads; default: 1 for a model of under ten million parameters, else PyTorch's own choice"
+        None,
+        description="CPU threads; default: 1 for a model of under ten million parameters, else PyTorch's own choice",
+    )
+
+
+class VllmConfig(Section):
+    memory: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="share of a GPU's memory for vLLM, its weights included; default: 0.3 in process, 0.9 for a server",
+    )
+    cache_gb: PositiveInt = Field(1, description="on a CPU: GiB for keys and values")
+    max_model_len: PositiveInt | None = Field(
+        None, description="longest prompt and reply together, in tokens; default: 4096 or the model's own limit if less"
+    )
+    block_size: PositiveInt | None = Field(
+        None, description="tokens in a block of the prefix cache; default: 32 on a CPU, else vLLM's own choice"
+    )
+    eager: bool | None = Field(
+        None, description="run without compiled graphs; default: on a CPU, where compiling takes longer than it saves"
     )
 
 
 class SamplerConfig(Section):
-    name: Literal["local"] = Field("local", description="what draws the policy's replies")
+    name: Literal["local", "vllm", "vllm-server"] = Field(
+        "local",
+        description="what draws the policy's replies: local (transformers), vllm (in this process), vllm-server (over HTTP)",
+    )
     temperature: PositiveFloat = Field(1.0, description="divides the logits while training; the learner does the same")
     max_new_tokens: PositiveInt = Field(32, description="longest free reply, in tokens; action words need no limit")
     batch_size: PositiveInt = Field(256, description="most prompts in one forward pass")
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    url: list[str] = Field(
+        default_factory=list,
+        description="addresses of vLLM servers, such as http://localhost:8000; requests are shared",
+    )
+    timeout: PositiveFloat = Field(60.0, description="seconds after which a server's answer is asked of another one")
+    patience: PositiveFloat = Field(300.0, description="seconds without any server after which the run stops")
+    adapters: str | None = Field(
+        None, description="folder that servers read adapters from under the same path; default: a temporary one"
+    )
+    canary: PositiveFloat | None = Field(
+        None,
+        description="largest difference of log-probabilities between sampler and learner after an update; default: 1e-3 "
+        "for float32, 0.05 for float16, 0.25 for bfloat16",
+    )
 
 
 class RestartConfig(Section):
@@ -130,12 +168,12 @@ class LearnerConfig(Section):
     max_steps: PositiveInt = Field(4096, description="most steps trained on in one update, drawn at random from all")
     minibatch: PositiveInt = Field(128, description="steps in one optimizer step, over all processes")
     micro_batch: PositiveInt | None = Field(None, description="steps in one backward pass; default: the minibatch")
-    max_grad_norm: PositiveFloat = Field(1.0, description="gradient norm above which gradients are scaled down")
+    max_grad_norm: PositiveFloat = Field(10.0, description="gradient norm above which gradients are scaled down")
 
 
 class EvalConfig(Section):
-    every: NonNegativeInt = Field(4, description="updates between two validations; 0: only at the end")
-    episodes: PositiveInt = Field(32, description="episodes of the validation panel, always the same seeds, greedy")
+    every: NonNegativeInt = Field(2, description="updates between two validations; 0: only at the end")
+    episodes: PositiveInt = Field(16, description="episodes of the validation panel, always the same seeds, greedy")
     confirm: NonNegativeInt = Field(
         64,
         description="more validation seeds, played when the mean meets the threshold and the lower end of its interval does "
@@ -188,6 +226,26 @@ class EvaluateConfig(Section):
     greedy: bool = Field(True, description="take the likeliest action; false draws from the policy")
     fps: PositiveInt | None = Field(None, description="frames per second shown; default: the environment's")
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+
+
+class ServeConfig(Section):
+    """All settings of `python -m grpo_agents.serve`."""
+
+    model: str = Field(
+        description="run folder whose best adapter is served; or a model folder or name, served as it is"
+    )
+    adapter: Literal["best", "last"] = Field("best", description="which checkpoint of the run is served")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all")
+    port: PositiveInt = Field(8000, le=65535, description="port to listen on")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = Field(
+        None, description="as in from_pretrained; default: the run's, or auto for a model"
+    )
+    lora_rank: NonNegativeInt | None = Field(
+        None, description="highest rank of adapters that clients may load, 0 for none; default: the run's, or 16"
+    )
+    pictures: PositiveInt = Field(8, description="most images, and most videos, in one prompt")
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+    arguments: list[str] = Field(default_factory=list, description="more words for `vllm serve`, as they are")
 
 
 class SftConfig(Section):

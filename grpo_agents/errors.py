@@ -5,6 +5,7 @@
     ├── MissingDependencyError      an optional package is not installed; names the line to type; exit status 2
     ├── EnvironmentSetupError       an environment cannot be made, rendered or described; exit status 2
     ├── PolicyLoadError             a model, processor or adapter folder cannot be used; exit status 2
+    ├── SamplerError                a sampler cannot start, cannot be reached, or has other weights than the learner
     ├── RecordError                 a rollout record contradicts itself; names the step
     ├── SnapshotError               an environment cannot be saved and restored exactly
     └── CheckpointError             a checkpoint cannot be written or read
@@ -46,6 +47,10 @@ class PolicyLoadError(GrpoAgentsError):
     """A model folder lacks a part, or an adapter belongs to another base model."""
 
     exit_status = 2
+
+
+class SamplerError(GrpoAgentsError):
+    """A sampler's engine or servers fail, or answer with other weights than the learner's."""
 
 
 class RecordError(GrpoAgentsError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from grpo_agents.config import EvaluateConfig, TrainConfig
+from grpo_agents.errors import GrpoAgentsError
 from grpo_agents.run.checkpoint import RunFolder
 from grpo_agents.run.command import run_command
 from grpo_agents.run.config import load_yaml, parse
@@ -19,7 +20,8 @@ from grpo_agents.run.statistics import latency_summary, summarize
 
 if TYPE_CHECKING:
     from grpo_agents.agent import Agent
-    from grpo_agents.run.moment import Viewer
+    from grpo_agents.rl.rollout import Decision
+    from grpo_agents.run.moment import Moment, Viewer
 
 
 def main(argv: list[str]) -> int:
@@ -73,44 +75,44 @@ def _play(
 def _episodes(
     agent: Agent, config: EvaluateConfig, seeds: list[int], root: int, viewer: Viewer | None
 ) -> tuple[list[float], list[float]]:
-    import asyncio
+    from grpo_agents.rl.episode import EndReason
+    from grpo_agents.rl.rollout import Rollouts
+    from grpo_agents.rl.starts import Start
 
-    env = agent.play.make_env()
     returns: list[float] = []
     seconds: list[float] = []
-    for episode, seed in enumerate(seeds):
-        rng = None if config.greedy else Streams(root).generator("evaluate", seed)
-        prompt, _ = env.reset(seed=seed)
-        total, over, step = 0.0, False, 0
-        while not over:
-            begin = time.perf_counter()
-            sample = asyncio.run(_draw(agent, prompt, rng))
-            seconds.append(time.perf_counter() - begin)
-            if viewer is not None and not viewer.show(_moment(env, sample, step, episode, total)):
-                return [*returns, total], seconds
-            prompt, reward, terminated, truncated, _ = env.step(sample.choice or 0)
-            total, step, over = total + float(reward), step + 1, terminated or truncated
-        returns.append(total)
-    env.close()
+
+    def watch(decision: Decision) -> bool:
+        seconds.append(decision.seconds)
+        return viewer is None or viewer.show(_moment(decision, episode=len(returns)))
+
+    with closing(Rollouts(agent.play)) as rollouts:
+        for seed in seeds:
+            rng = None if config.greedy else Streams(root).generator("evaluate", seed)
+            ((episode, _),) = rollouts.episodes([Start(seed)], [rng], watch)
+            if episode.end is EndReason.FAULT:
+                raise GrpoAgentsError(f"{agent.env.id} failed in evaluation, seed {seed}:\n{episode.fault}")
+            returns.append(episode.episode_return)
+            if episode.end is EndReason.STOPPED:
+                break
     return returns, seconds
 
 
-async def _draw(agent: Agent, prompt: Any, rng: Any) -> Any:
-    return await agent.play.draw(agent.play.encode(prompt), rng)
+def _moment(decision: Decision, episode: int) -> Moment:
+    import numpy as np
 
+    from grpo_agents.run.moment import Moment
 
-def _moment(env: Any, sample: Any, step: int, episode: int, total: float) -> Any:
-    from grpo_agents.run.viewers import Moment
-
+    env, sample = decision.env, decision.sample
     return Moment(
         picture=env.latest_picture(),
         seen=env.latest_frame().pixels,
-        actions=env.actions,
-        probabilities=sample.choice_probs,
-        choice=sample.choice or 0,
-        step=step,
+        actions=() if sample.choice_probs is None else env.actions,
+        probabilities=np.zeros(0) if sample.choice_probs is None else sample.choice_probs,
+        choice=-1 if sample.choice is None else sample.choice,
+        step=len(decision.episode),
         episode=episode,
-        total=total,
+        total=decision.episode.episode_return,
         title=env.spec.id if env.spec else "",
     )
 

@@ -8,12 +8,12 @@ from types import ModuleType
 from grpo_agents.errors import MissingDependencyError
 
 
-def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import `module`, or say which extra brings it.
+def require(module: str, extra: str | None, purpose: str) -> ModuleType:
+    """Import `module`, or say what installs it.
 
     Args:
         module: dotted name, as in an import statement.
-        extra: the extra of this project that installs it.
+        extra: the extra of this project that installs it; None for what every installation has.
         purpose: what it is needed for, to end the sentence "... is needed for".
 
     Raises:
@@ -22,7 +22,8 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        what = f'".[{extra}]"' if extra else "."
         raise MissingDependencyError(
             f"{module} is needed for {purpose} and cannot be imported ({error}). "
-            f'Install it with: pip install -c constraints.txt -e ".[{extra}]"'
+            f"Install it with: pip install -c constraints.txt -e {what}"
         ) from error

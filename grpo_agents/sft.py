@@ -1,8 +1,8 @@
 """Supervised fine-tuning on chats: `python -m grpo_agents.sft data=chats.jsonl output=runs/warm-start`.
 
 The loss is the mean negative log-likelihood of the assistant's tokens, end-of-turn tokens included. LoRA or all weights,
-the vision tower frozen or trained, as `policy.*` says. The result is a peft adapter (or a model folder), from which a GRPO
-run can start.
+the vision tower frozen or trained, as `policy.*` says. The result is a peft adapter; with policy.lora.rank=0 it is a whole
+model, from which a GRPO run starts with policy.model=FOLDER.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_agents.config import SftConfig
-from grpo_agents.errors import RecordError
+from grpo_agents.errors import ConfigError, RecordError
 from grpo_agents.run.command import run_command
 from grpo_agents.run.config import parse
 from grpo_agents.run.seeding import Streams
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     config = parse(SftConfig, list(argv), prog="python -m grpo_agents.sft", summary=__doc__ or "")
     report = finetune(config)
-    print(f"held-out token accuracy {report['accuracy']:.3f}, loss {report['loss']:.3f}; saved to {config.output}")
+    accuracy = "nothing held out" if math.isnan(report["accuracy"]) else f"held-out accuracy {report['accuracy']:.3f}"
+    print(f"loss {report['loss']:.3f}, {accuracy}; saved to {config.output}")
     return 0
 
 
@@ -41,15 +42,21 @@ def finetune(config: SftConfig) -> dict[str, float]:
     Returns:
         loss: mean loss of the last tenth of the steps; accuracy: share of held-out assistant tokens that are the
         likeliest (NaN when nothing is held out).
+
+    Raises:
+        ConfigError: the data are no chats, or the output cannot be written to.
+        RecordError: the chat template writes a chat's turns in a form that cannot be told apart.
     """
+    from grpo_agents.run.chats import read_chats
+
+    chats = read_chats(config.data)
+    _prepare_output(Path(config.output))
     import torch
 
     from grpo_agents.policies.qwen_vl import QwenVL
     from grpo_agents.policies.sequences import collate
-    from grpo_agents.run.chats import read_chats
 
     streams = Streams(config.seed)
-    chats = read_chats(config.data)
     policy = QwenVL.load(config.policy, seed=streams.seed("adapter"))
     sequences = [supervised_sequence(chat, policy) for chat in chats]
     order = streams.generator("split").permutation(len(sequences))
@@ -75,15 +82,19 @@ def finetune(config: SftConfig) -> dict[str, float]:
         schedule.step()
         losses.append(float(loss.detach()))
         if (step + 1) % max(1, config.steps // 20) == 0:
-            accuracy = token_accuracy(policy, held_out[:512])
+            accuracy = f"  accuracy {token_accuracy(policy, held_out[:512]):.3f}" if held_out else ""
             seconds = time.perf_counter() - begin
-            print(
-                f"step {step + 1:>6}  loss {np.mean(losses[-50:]):.3f}  accuracy {accuracy:.3f}  {seconds:.0f} s",
-                flush=True,
-            )
-    Path(config.output).mkdir(parents=True, exist_ok=True)
+            print(f"step {step + 1:>6}  loss {np.mean(losses[-50:]):.3f}{accuracy}  {seconds:.0f} s", flush=True)
     policy.save(Path(config.output))
     return {"loss": float(np.mean(losses[-max(1, config.steps // 10) :])), "accuracy": token_accuracy(policy, held_out)}
+
+
+def _prepare_output(output: Path) -> None:
+    """Find out before the training whether its result can be saved."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"output={output}: the folder cannot be made ({error.strerror or error})"]) from error
 
 
 def supervised_sequence(chat: Prompt, policy: QwenVL) -> TokenSequence:

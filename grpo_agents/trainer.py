@@ -16,23 +16,22 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
-from rich.console import Console
 
 from grpo_agents.agent import Agent, random_returns
 from grpo_agents.config import TrainConfig
-from grpo_agents.errors import CheckpointError, GrpoAgentsError
+from grpo_agents.errors import GrpoAgentsError
 from grpo_agents.rewards import resolve_rewards, score
-from grpo_agents.rl.credit import Credit, TrainingStep, assign_credit
+from grpo_agents.rl.credit import Credit, TrainingStep
 from grpo_agents.rl.episode import EndReason, Episode, Group
 from grpo_agents.rl.episode_metrics import episode_metrics, flat_metrics
 from grpo_agents.rl.learner import Learner, learning_rate
+from grpo_agents.rl.processes import all_episodes, credit_of_all, everyone, on_cpu
 from grpo_agents.rl.record_check import check_groups
 from grpo_agents.rl.rollout import Rollouts, collect_restarts, graded_groups
 from grpo_agents.rl.starts import RestartPool, Start, Trail
-from grpo_agents.run.checkpoint import RunFolder, recover_best
+from grpo_agents.run.checkpoint import RunFolder, damaged
 from grpo_agents.run.metrics import MetricsLog
 from grpo_agents.run.plots import return_curve, return_histograms
-from grpo_agents.run.progress import result_table
 from grpo_agents.run.provenance import hardware, versions
 from grpo_agents.run.seeding import SeedPanels, Streams
 from grpo_agents.run.statistics import summarize
@@ -77,13 +76,13 @@ class Trainer:
         self.config, self.folder = config, folder
         self.streams, self.panels = Streams(config.seed), SeedPanels(config.seed)
         self.rewards = resolve_rewards(config.rewards)
-        checkpoints = folder.checkpoints()
-        last = checkpoints[-1][1] if checkpoints else None
         self.accelerator = Accelerator(
-            cpu=config.policy.device == "cpu",
+            cpu=on_cpu(config.policy.device),
             log_with=list(config.trackers) or None,
             project_config=ProjectConfiguration(project_dir=str(folder.path), logging_dir=str(folder.path)),
         )
+        last = folder.newest_checkpoint()
+        self.accelerator.wait_for_everyone()  # all have looked before the main process writes the first one
         if config.policy.device is None:
             config = config.model_copy(
                 update={"policy": config.policy.model_copy(update={"device": str(self.accelerator.device)})}
@@ -112,15 +111,18 @@ class Trainer:
             on_skip=self._keep_skipped,
         )
         self.state = State()
+        self._canary = 0.0
+        self._retries: dict[str, int] = {}
         self._clock: dict[str, float] = {}
         self._began = time.perf_counter()
-        self._tokens = 0
-        recover_best(folder)
         if last is not None:
             self._load(last)
         self.sync()
-        self.metrics = MetricsLog(folder.metrics)
-        self.metrics.truncate_after(self.state.update)
+        self.metrics: MetricsLog | None = None
+        if self.accelerator.is_main_process:
+            folder.recover_best(self.state.best_update)
+            self.metrics = MetricsLog(folder.metrics)
+            self.metrics.truncate_after(self.state.update)
         self._start_trackers()
         if last is None:
             self.save()
@@ -133,6 +135,8 @@ class Trainer:
         starts = f"{group.restart.share:.0%} of them from before failures" if self.restarts else "all from reset"
         note(f"run {self.folder.path}, seed {self.config.seed}")
         note(f"policy {self.agent.policy.source}: {trained:,} of {everything:,} parameters trained")
+        if self.accelerator.num_processes > 1:
+            note(f"{self.accelerator.num_processes} processes, which share the groups and the steps of an update")
         note(
             f"an update: {group.count} groups of {group.size} episodes, {starts}; at most {learner.max_steps} steps in "
             f"minibatches of {learner.minibatch}, micro-batches of {self.learner.micro_batch}"
@@ -141,9 +145,10 @@ class Trainer:
             note(f"going on after update {self.state.update}, {self.state.env_steps:,} environment steps")
 
     def baselines(self, note: Callable[[str], None]) -> None:
-        """Play the held-out seeds with random actions and with the untrained model, once for a run."""
+        """Play the held-out seeds with random actions and with the untrained model, once for a number of episodes."""
         self._baselines = self.folder.read_json("baselines.json")
-        if self._baselines is None:
+        self.accelerator.wait_for_everyone()  # all have looked before the main process writes it
+        if self._baselines is None or len(self._baselines["untrained"]) != self.config.episodes:
             seeds = self.panels.held_out(self.config.episodes)
             chance = random_returns(self.config.env, seeds, self.streams.generator("random policy"))
             with self.agent.policy.reference():
@@ -151,7 +156,8 @@ class Trainer:
                 untrained = self._greedy_returns(seeds)
             self.sync()
             self._baselines = {"random": chance, "untrained": untrained}
-            self.folder.write_json("baselines.json", self._baselines)
+            if self.accelerator.is_main_process:
+                self.folder.write_json("baselines.json", self._baselines)
         means = {name: float(np.mean(returns)) for name, returns in self._baselines.items()}
         threshold = self.agent.reward_threshold
         goal = f"; solved at {threshold:g}" if threshold is not None else ""
@@ -187,11 +193,14 @@ class Trainer:
         self._stop_if_broken(played, faults)
         if self.restarts:
             before = self.config.group.restart.before
-            collect_restarts(played, self.pool, before, self.streams.generator("pool", update, rank))
+            found = RestartPool(self.config.group.restart.pool)
+            collect_restarts(played, found, before, self.streams.generator("pool", update, rank))
+            self.pool.load_state([state for part in [self.pool.state(), *everyone(found.state())] for state in part])
         counts = self.agent.sampler.statistics()
         self._clock["play"] = time.perf_counter() - begin
         self._clock["sample"] = counts["seconds"]
         self._clock["model"] = counts["model_seconds"]
+        self._retries = {f"sampler/{key}": counts[key] for key in ("retries", "rejoins") if key in counts}
         encode = self.agent.policy.encode
         sizes = {"patch": encode.patch, "temporal": encode.temporal, "merge": encode.merge}
         check_groups(groups, **sizes, version=update)
@@ -205,7 +214,7 @@ class Trainer:
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Compare the members of each group."""
-        return assign_credit(groups, self.config.group)
+        return credit_of_all(groups, self.config.group)
 
     def update(self, credit: Credit) -> dict[str, Any]:
         """Train on the compared steps."""
@@ -219,16 +228,22 @@ class Trainer:
         return metrics
 
     def sync(self) -> None:
-        """Let the sampler play with the new weights."""
+        """Let the sampler play with the new weights, and see that it does."""
         begin = time.perf_counter()
         self.agent.sampler.sync(self.state.update)
+        self._canary = self.agent.canary.check(self.agent.sampler)
         self._clock["sync"] = time.perf_counter() - begin
 
-    def validate(self) -> dict[str, float]:
-        """Every few updates, play the validation seeds greedily; keep the best adapter; see whether it is solved."""
-        every, updates = self.config.eval.every, self.config.updates
-        due = every and self.state.update % every == 0
-        if not due and self.state.update != updates:
+    def validate(self, *, end: bool = False) -> dict[str, float]:
+        """Every few updates, play the validation seeds greedily; keep the best adapter; see whether it is solved.
+
+        Args:
+            end: the run ends here. Its last update is then validated too, if it was not due. No checkpoint knows of that,
+                so that a run goes on from this end as one that was never stopped.
+        """
+        every = self.config.eval.every
+        due = bool(every) and self.state.update % every == 0
+        if due == end:
             return {}
         begin = time.perf_counter()
         panel = self.panels.validation(self.config.eval.episodes + self.config.eval.confirm)
@@ -242,25 +257,26 @@ class Trainer:
         if mean > self.state.best_return or self.state.solved:
             self.state.best_return, self.state.best_update = mean, self.state.update
             if self.accelerator.is_main_process:
-                self.folder.save_best(self.agent.policy.save)
+                self.folder.save_best(self.agent.policy.save, end_of=self.state.update if end else None)
         self._clock["validate"] = time.perf_counter() - begin
         return {"validation/mean": mean, "validation/min": float(np.min(returns)), "validation/episodes": len(returns)}
 
     def log(self, metrics: dict[str, Any], played: Played, groups: Sequence[Group], credit: Credit) -> None:
         """Complete the update's metrics in place and write them to metrics.jsonl and the trackers."""
-        episodes = [episode for group in groups for episode in group.episodes]
-        faults = sum(episode.end is EndReason.FAULT for members in played for episode, _ in members)
-        steps = sum(len(episode) for members in played for episode, _ in members)
-        self.state.env_steps += int(self._sum(steps))
+        episodes = all_episodes([episode for group in groups for episode in group.episodes])
+        mine = [episode for members in played for episode, _ in members]
+        counts = everyone((sum(e.end is EndReason.FAULT for e in mine), sum(map(len, mine))))
+        faults, steps = (sum(numbers) for numbers in zip(*counts, strict=True))
+        self.state.env_steps += steps
         self.state.wall_s += time.perf_counter() - self._began
         self._began = time.perf_counter()
         described = {"update": self.state.update, "env_steps": self.state.env_steps}
         metrics |= described | episode_metrics(episodes) | flat_metrics(credit)
-        metrics |= {"faults": faults, "restart_pool": len(self.pool)}
+        metrics |= {"faults": faults, "restart_pool": len(self.pool), "canary": self._canary, **self._retries}
         metrics |= {f"time/{name}": seconds for name, seconds in self._clock.items()}
         metrics["time/steps_per_second"] = steps / max(self._clock["play"] + self._clock["update"], 1e-9)
         metrics["time/wall"] = self.state.wall_s
-        if self.accelerator.is_main_process:
+        if self.metrics is not None:
             ordered = {key: metrics[key] for key in ("update", "env_steps", *sorted(metrics)) if key in metrics}
             self.metrics.append(ordered)
             numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
@@ -278,7 +294,9 @@ class Trainer:
         """Play the held-out seeds once with the best adapter; write summary and pictures."""
         rows = {name: summarize(returns) for name, returns in self._baselines.items()}
         trained: list[float] = []
+        last: dict[str, float] = {}
         if self.state.update:
+            last = self.validate(end=True)
             self._load_best()
             trained = self._greedy_returns(self.panels.held_out(self.config.episodes))
             rows["trained"] = summarize(trained)
@@ -293,6 +311,7 @@ class Trainer:
             "updates": self.state.update,
             "env_steps": self.state.env_steps,
             "best_update": self.state.best_update,
+            "best_validation": self.state.best_return if self.state.best_update else None,
             "wall_s": round(self.state.wall_s, 1),
             "seeds": {
                 "training": f"{self.state.starts} seeds from {self.panels.training(0)} on",
@@ -302,21 +321,14 @@ class Trainer:
             "versions": versions(),
             "hardware": hardware(),
         }
-        if self.accelerator.is_main_process:
+        if self.metrics is not None:
             self.folder.write_json("summary.json", summary)
-            self._draw(trained)
+            self._draw(trained, last)
+            self.metrics.close()
         self.accelerator.end_training()
-        self.metrics.close()
         self.rollouts.close()
         self.evaluation.close()
         return summary
-
-    def print_table(self, summary: dict[str, Any]) -> None:
-        """Print the result."""
-        rows: dict[str, Any] = {name: summary[name] for name in ("random", "untrained", "trained") if name in summary}
-        console = Console()
-        console.print(result_table(rows, env_steps=summary["env_steps"], wall_s=summary["wall_s"]))
-        console.print(f"written to {self.folder.path}", highlight=False)
 
     def _starts(self) -> list[Start]:
         group, update = self.config.group, self.state.update
@@ -336,12 +348,17 @@ class Trainer:
             )
 
     def _greedy_returns(self, seeds: Sequence[int]) -> list[float]:
-        return [episode.episode_return for episode in self.agent.greedy_episodes(self.evaluation, seeds)]
+        """Return of a greedy episode from each seed; the processes share them, and all know all of them."""
+        mine = seeds[self.accelerator.process_index :: self.accelerator.num_processes]
+        episodes = self.agent.greedy_episodes(self.evaluation, mine)
+        found = dict(pair for part in everyone([(e.seed, e.episode_return) for e in episodes]) for pair in part)
+        return [found[seed] for seed in seeds]
 
     def _keep_skipped(self, steps: list[TrainingStep]) -> None:
         folder = self.folder.path / "skipped"
         folder.mkdir(exist_ok=True)
-        torch.save(steps, folder / f"update_{self.state.update + 1:06d}_{len(list(folder.iterdir()))}.pt")
+        rank, number = self.accelerator.process_index, len(list(folder.iterdir()))
+        torch.save(steps, folder / f"update_{self.state.update + 1:06d}_process_{rank}_{number}.pt")
 
     def _save_state(self, path: Path) -> None:
         torch.save(
@@ -358,15 +375,14 @@ class Trainer:
         try:
             saved = torch.load(checkpoint / "state.pt", weights_only=False)
         except Exception as error:  # torch raises many kinds for a damaged file
-            raise CheckpointError(
-                f"{checkpoint} cannot be read back: {error}. Remove that folder to go on from the checkpoint before it"
-            ) from error
+            raise damaged(checkpoint, error) from error
         self.state = State(**{field.name: saved["state"][field.name] for field in fields(State)})
         self.learner.optimizer.load_state_dict(saved["optimizer"])
         self.learner.micro_batch = saved["micro_batch"]
         self.pool.load_state(saved["pool"])
 
     def _load_best(self) -> None:
+        self.accelerator.wait_for_everyone()  # until the main process has written it
         best = self.folder.best if self.folder.best.is_dir() else self.folder.checkpoint(self.state.update) / "adapter"
         self.agent.policy.load_adapter(best)
         self.sync()
@@ -377,16 +393,12 @@ class Trainer:
         tensorboard = {"purge_step": self.state.update + 1} if self.state.update else {}
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": tensorboard})
 
-    def _draw(self, trained: list[float]) -> None:
+    def _draw(self, trained: list[float], last: dict[str, float]) -> None:
         chance, untrained = self._baselines["random"], self._baselines["untrained"]
         lines = {"random": float(np.mean(chance)), "untrained": float(np.mean(untrained))}
         history = MetricsLog.read(self.folder.metrics)
+        history[-1:] = [line | last for line in history[-1:]]
         return_curve(
             history, self.folder.path / "return_curve.png", threshold=self.agent.reward_threshold, baselines=lines
         )
         return_histograms(untrained, trained, chance, self.folder.path / "return_histograms.png")
-
-    def _sum(self, value: float) -> float:
-        if self.accelerator.num_processes == 1:
-            return value
-        return float(self.accelerator.reduce(torch.tensor(float(value), device=self.accelerator.device), "sum"))

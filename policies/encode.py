@@ -206,6 +206,11 @@ class Encoder:
         Returns:
             float32 (N, t * h * w, 3 * temporal * patch * patch), equal to what the processor makes of the same frames.
         """
+        pixels = self.raw_patches(visuals).unflatten(2, (3, -1)).to(torch.float32)
+        return pixels.mul_(self._scale).add_(self._shift).flatten(2)
+
+    def raw_patches(self, visuals: Sequence[tuple[Frame, ...]]) -> Tensor:
+        """The same patches before they are normalised: uint8 (N, t * h * w, 3 * temporal * patch * patch)."""
         frames = np.stack([np.stack([frame.pixels for frame in visual]) for visual in visuals])
         n, count, height, width, _ = frames.shape
         if count % self.temporal:
@@ -218,8 +223,7 @@ class Encoder:
         row = np.dtype(f"V{p}") if p not in (1, 2, 4, 8) else np.dtype(f"u{p}")
         rows = planar.view(row).reshape(n, t, self.temporal, 3, h // m, m, p, w // m, m)
         ordered = np.ascontiguousarray(rows.transpose(0, 1, 4, 7, 5, 8, 3, 2, 6))
-        pixels = torch.from_numpy(ordered.view(np.uint8)).view(n, t * h * w, 3, -1).to(torch.float32)
-        return pixels.mul_(self._scale).add_(self._shift).flatten(2)
+        return torch.from_numpy(ordered.view(np.uint8)).view(n, t * h * w, -1)
 
 
 def _visual_key(visual: ImagePart | VideoPart) -> VisualKey:

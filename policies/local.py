@@ -217,7 +217,7 @@ class _Replies:
         for row, request in enumerate(self.requests):
             if self.finish[row]:
                 continue
-            token = _draw(logprobs[row], request.rng)
+            token = draw_index(logprobs[row], request.rng)
             self.ids[row].append(token)
             self.logprobs[row].append(float(logprobs[row, token]))
             if token == self.end_of_turn:
@@ -236,7 +236,7 @@ class _Replies:
             restricted = logits[rows][:, list(options)].double()
             logprobs = torch.log_softmax(restricted, dim=-1).numpy()
             for row, row_logprobs in zip(rows, logprobs, strict=True):
-                pick = 0 if node.forced else _draw(row_logprobs, self.requests[row].rng)
+                pick = 0 if node.forced else draw_index(row_logprobs, self.requests[row].rng)
                 self.ids[row].append(options[pick])
                 self.logprobs[row].append(float(row_logprobs[pick]))
                 self.allowed[row].append(options)
@@ -287,7 +287,7 @@ class _Replies:
         return None if rest is None else rest[1]
 
 
-def _draw(logprobs: np.ndarray, rng: np.random.Generator | None) -> int:
+def draw_index(logprobs: np.ndarray, rng: np.random.Generator | None) -> int:
     """Index drawn by inverting the cumulative distribution at one uniform number; the likeliest without a generator."""
     if rng is None:
         return int(np.argmax(logprobs))

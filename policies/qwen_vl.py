@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-import grpo_agents
 from grpo_agents.config import PolicyConfig
 from grpo_agents.errors import PolicyLoadError
+from grpo_agents.policies.base_model import load_base, read_adapter, record_base, resolve_model
 from grpo_agents.policies.encode import Encoder
 from grpo_agents.policies.sequences import TokenBatch
 from grpo_agents.policies.vision import vision_features
 from grpo_agents.rl.episode import Encoded
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PrefixCache = list[tuple[Tensor, Tensor]]
 
 
@@ -65,7 +64,7 @@ class QwenVL(nn.Module):
             PolicyLoadError: no such model, no processor in the folder, an unsupported family, an adapter of another base.
         """
         source = resolve_model(config.model)
-        core, processor = _load_base(source, config)
+        core, processor = load_base(source, config)
         policy = cls(core, processor, config, source)
         policy.requires_grad_(False)
         policy.eval()
@@ -74,28 +73,28 @@ class QwenVL(nn.Module):
         else:
             policy._train_all_weights(adapter)
         policy.to(config.device or best_device())
-        if config.gradient_checkpointing:
-            core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return policy
 
     def _add_adapter(self, seed: int, adapter: Path | None) -> None:
-        from peft import LoraConfig, PeftModel, get_peft_model
+        from peft import LoraConfig, get_peft_model
 
-        if adapter is not None:
-            _check_adapter(adapter, self.source)
-            self.model = PeftModel.from_pretrained(self.core, str(adapter), is_trainable=True)
-            return
         lora = self.config.lora
-        config = LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha or 2.0 * lora.rank,
-            lora_dropout=lora.dropout,
-            target_modules=self._target_pattern(lora.target_modules),
-            task_type="CAUSAL_LM",
-        )
+        if adapter is not None:
+            config, _ = read_adapter(adapter, self.source)
+            config.inference_mode, config.base_model_name_or_path = False, self.source
+        else:
+            config = LoraConfig(
+                r=lora.rank,
+                lora_alpha=lora.alpha or 2.0 * lora.rank,
+                lora_dropout=lora.dropout,
+                target_modules=self._target_pattern(lora.target_modules),
+                task_type="CAUSAL_LM",
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = get_peft_model(self.core, config)
+        if adapter is not None:
+            self.load_adapter(adapter)
 
     def _target_pattern(self, names: list[str] | None) -> str:
         """Regular expression for the adapted layers: in the language model's blocks, and the tower's if it is trained."""
@@ -116,15 +115,16 @@ class QwenVL(nn.Module):
 
     def _train_all_weights(self, adapter: Path | None) -> None:
         """Full fine-tuning. The reference for the KL is then a frozen copy, since there is no adapter to switch off."""
-        self._reference = nn.ModuleDict(
-            {"language": copy.deepcopy(self.language), "head": copy.deepcopy(self.core.lm_head)}
-        )
+        trained = {"language": self.language, "head": self.core.lm_head}
+        if self.vision_trained:
+            trained["tower"] = self.tower
+        self._reference = nn.ModuleDict(copy.deepcopy(trained))
         self._reference.requires_grad_(False)
         if adapter is not None:
             self.load_adapter(adapter)
         self.language.requires_grad_(True)
         self.core.lm_head.requires_grad_(True)
-        if self.config.vision == "trained":
+        if self.vision_trained:
             self.tower.requires_grad_(True)
 
     @property
@@ -162,12 +162,16 @@ class QwenVL(nn.Module):
             with self.model.disable_adapter():
                 yield
             return
-        language, head = self.core.model.language_model, self.core.lm_head
-        self.core.model.language_model, self.core.lm_head = self._reference["language"], self._reference["head"]
+        trained = self.language, self.tower, self.core.lm_head
+        before = dict(self._reference.items())
+        self._use(before["language"], before.get("tower", self.tower), before["head"])
         try:
             yield
         finally:
-            self.core.model.language_model, self.core.lm_head = language, head
+            self._use(*trained)
+
+    def _use(self, language: nn.Module, tower: nn.Module, head: nn.Module) -> None:
+        self.core.model.language_model, self.core.model.visual, self.core.lm_head = language, tower, head
 
     def vision(self, prompts: Sequence[Encoded]) -> list[Tensor]:
         """Vision features of each prompt: (1 + D, visual tokens, hidden). Equal pictures' grids share one forward pass."""
@@ -210,10 +214,11 @@ class QwenVL(nn.Module):
         """
         embeds = self.language.embed_tokens(batch.ids)
         extra: dict[str, Any] = {}
-        if batch.sources[0].visuals:
+        pictured = [source for source in batch.sources if source.visuals]
+        if pictured:
             features = batch.features
             if features is None:
-                features = torch.cat(self.vision(batch.sources), dim=1)
+                features = torch.cat(self.vision(pictured), dim=1)
             features = features.to(embeds.dtype)
             embeds = embeds.masked_scatter(batch.visual[..., None], features[0])
             if len(features) > 1:
@@ -238,9 +243,33 @@ class QwenVL(nn.Module):
 
     def token_logits(self, batch: TokenBatch, prefix: PrefixCache | None = None) -> Tensor:
         """Logits that predict each target, (B, C, vocabulary), in float32."""
-        hidden, _ = self.hidden(batch, prefix)
+        if self.config.gradient_checkpointing and torch.is_grad_enabled():
+            batch, prefix = batch.without_prefix(), None
+            with self._recomputed():
+                hidden, _ = self.hidden(batch)
+        else:
+            hidden, _ = self.hidden(batch, prefix)
         rows = torch.arange(len(batch), device=hidden.device)[:, None]
         return self.core.lm_head(hidden[rows, batch.index]).float()
+
+    @contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        """Within this context layers keep their inputs alone and are computed again in the backward pass.
+
+        transformers recomputes only layers in training mode, and drops any cache that it gives them. So the mode is set here
+        for the layers themselves (not for the dropout inside), and only for passes that have no cache.
+        """
+        layers = [module for module in self.core.modules() if isinstance(module, GradientCheckpointingLayer)]
+        modes = [layer.training for layer in layers]
+        self.core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            self.core.gradient_checkpointing_disable()
+            for layer, mode in zip(layers, modes, strict=True):
+                layer.training = mode
 
     def forward(self, batch: TokenBatch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy of the distribution it was drawn from, both (B, C)."""
@@ -250,6 +279,7 @@ class QwenVL(nn.Module):
         """Write the adapter in peft's format, or the whole model where there is no adapter."""
         if self.config.lora.rank:
             self.model.save_pretrained(str(folder))
+            record_base(folder, self.source)
         else:
             self.core.save_pretrained(str(folder))
             self.processor.save_pretrained(str(folder))
@@ -259,16 +289,30 @@ class QwenVL(nn.Module):
 
         Args:
             folder: written by `save`.
+
+        Raises:
+            PolicyLoadError: the folder lacks a file or holds a damaged one, its weights have other names or shapes, or
+                they were trained on another base model.
         """
         if self.config.lora.rank:
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
+            from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-            _check_adapter(folder, self.source)
-            set_peft_model_state_dict(self.model, load_file(folder / "adapter_model.safetensors"))
-            return
-        trained = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=self.core.dtype)
-        self.core.load_state_dict(trained.state_dict())
+            _, weights = read_adapter(folder, self.source)
+            own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        else:
+            saved, _ = load_base(str(folder), self.config.model_copy(update={"model": str(folder)}))
+            own, weights = self.core.state_dict(), saved.state_dict()
+        shapes, wanted = ({name: tuple(x.shape) for name, x in state.items()} for state in (weights, own))
+        if shapes != wanted:
+            name, shape = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
+            raise PolicyLoadError(
+                f"the weights in {folder} do not fit the policy: {name} {shape} is in only one of the two. Use the "
+                "policy.lora and policy.vision settings they were trained with"
+            )
+        if self.config.lora.rank:
+            set_peft_model_state_dict(self.model, weights)
+        else:
+            self.core.load_state_dict(weights)
 
 
 def token_logprobs(logits: Tensor, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -298,58 +342,8 @@ def token_logprobs(logits: Tensor, batch: TokenBatch, temperature: float) -> tup
     return logprobs.masked_fill(padding, 0.0), entropy.masked_fill(padding, 0.0)
 
 
-def resolve_model(name: str) -> str:
-    """The folder of the tiny model for "tiny", the absolute path of a local folder, else the hub name unchanged."""
-    if name == "tiny":
-        places = [Path(root) / "assets" / "tiny-qwen-vl" for root in grpo_agents.__path__]
-        return str(next((place.resolve() for place in places if place.is_dir()), places[0]))
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
-
-
 def best_device() -> str:
     """cuda, mps or cpu: the first that is there."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def _load_base(source: str, config: PolicyConfig) -> tuple[Any, Any]:
-    folder = Path(source)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise PolicyLoadError(f"{source} is no model folder: it has no config.json")
-        if not any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
-            raise PolicyLoadError(
-                f"{source} has no processor (processor_config.json or preprocessor_config.json). Save it beside the "
-                "weights: AutoProcessor.from_pretrained(<base model>).save_pretrained(<folder>)"
-            )
-    elif source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise PolicyLoadError(
-            f"policy.model={config.model}: there is no such folder, and a hub name has the form owner/name. "
-            "Use 'tiny', a folder, or a name such as Qwen/Qwen2.5-VL-3B-Instruct"
-        )
-    try:
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=config.dtype, attn_implementation=config.attn_implementation
-        )
-        processor = AutoProcessor.from_pretrained(source)
-    except (OSError, ValueError, ImportError) as error:
-        raise PolicyLoadError(f"policy.model={config.model} cannot be loaded: {error}") from error
-    if model.config.model_type not in FAMILIES:
-        raise PolicyLoadError(
-            f"policy.model={config.model} is a {model.config.model_type}; the supported families are {', '.join(FAMILIES)}"
-        )
-    return model, processor
-
-
-def _check_adapter(adapter: Path, source: str) -> None:
-    from peft import PeftConfig
-
-    try:
-        base = PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path or ""
-    except (OSError, ValueError) as error:
-        raise PolicyLoadError(f"{adapter} holds no peft adapter: {error}") from error
-    if resolve_model(base) != source and Path(base).name != Path(source).name:
-        raise PolicyLoadError(
-            f"the adapter in {adapter} was trained on {base}, not on {source}. Set policy.model={base}, or start a new run"
-        )

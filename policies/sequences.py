@@ -6,13 +6,14 @@ Shapes: B sequences, S tokens after the shared prefix, C target tokens of a sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from grpo_agents.rl.episode import Encoded, Sample
 
@@ -77,12 +78,29 @@ class TokenBatch:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def without_prefix(self) -> TokenBatch:
+        """The same sequences with the prefix in every row, for passes that cannot have a cache."""
+        rows, prefix = len(self), len(self.prefix_ids)
+        return replace(
+            self,
+            prefix_ids=self.prefix_ids[:0],
+            prefix_positions=self.prefix_positions[:, :0],
+            ids=torch.cat([self.prefix_ids.expand(rows, -1), self.ids], dim=1),
+            positions=torch.cat([self.prefix_positions[:, None].expand(-1, rows, -1), self.positions], dim=2),
+            visual=F.pad(self.visual, (prefix, 0)),
+            index=self.index + prefix,
+        )
+
 
 def collate(sequences: Sequence[TokenSequence], pad_id: int, device: torch.device | str = "cpu") -> TokenBatch:
     """Put sequences into one batch. Sequences with and without `allowed` do not mix."""
     prefix = _shared_prefix(sequences)
     layouts = [sequence.encoded.layout for sequence in sequences]
-    lengths = [max(sequence.targets, default=prefix + 1) - prefix for sequence in sequences]
+    # Every row reaches to its last picture: features are laid into the placeholders of all rows in order.
+    pictures = [layout.spans[-1].start + layout.spans[-1].count if layout.spans else 0 for layout in layouts]
+    lengths = [
+        max(*sequence.targets[-1:], end, prefix + 1) - prefix for sequence, end in zip(sequences, pictures, strict=True)
+    ]
     rows, width = len(sequences), max(lengths)
     columns = max(len(sequence.targets) for sequence in sequences)
     ids = np.full((rows, width), pad_id, dtype=np.int64)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
@@ -64,20 +65,29 @@ def _qwen3_vl(tower: Any, patches: Tensor, grid: tuple[int, int, int]) -> Tensor
     cos, sin = (x[:, None, None, : x.shape[-1] // 2] for x in tower.rotary_pos_emb(hidden, position_ids))
     deepstack = []
     for index, block in enumerate(tower.blocks):
-        attention = block.attn
-        qkv = attention.qkv(block.norm1(hidden)).view(n * t, h * w, 3, attention.num_heads, -1)
-        query, key = _rotate(qkv[:, :, :2], cos, sin).unbind(2)
-        value = qkv[:, :, 2]
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=attention.scaling
-        )
-        hidden = hidden + attention.proj(mixed.transpose(1, 2).flatten(2))
-        hidden = hidden + block.mlp(block.norm2(hidden))
+        if block.gradient_checkpointing:
+            hidden = checkpoint(_block, block, hidden, cos, sin, use_reentrant=False)
+        else:
+            hidden = _block(block, hidden, cos, sin)
         if index in tower.deepstack_visual_indexes:
             merger = tower.deepstack_merger_list[tower.deepstack_visual_indexes.index(index)]
             deepstack.append(merger(hidden))
     stacked = torch.stack([tower.merger(hidden), *deepstack])
     return stacked.view(stacked.shape[0], n, -1, stacked.shape[-1]).transpose(0, 1)
+
+
+def _block(block: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One layer of the tower on (pictures, patches, hidden); every patch of a picture sees all others."""
+    n, patches, _ = hidden.shape
+    attention = block.attn
+    qkv = attention.qkv(block.norm1(hidden)).view(n, patches, 3, attention.num_heads, -1)
+    query, key = _rotate(qkv[:, :, :2], cos, sin).unbind(2)
+    value = qkv[:, :, 2]
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=attention.scaling
+    )
+    hidden = hidden + attention.proj(mixed.transpose(1, 2).flatten(2))
+    return hidden + block.mlp(block.norm2(hidden))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_agents.config import RewardConfig
-from grpo_agents.errors import ConfigError
-from grpo_agents.rl.episode import Episode
+from grpo_agents.errors import ConfigError, GrpoAgentsError
+from grpo_agents.rl.episode import EndReason, Episode
 
 Reward = Callable[[Episode], float | Sequence[float] | NDArray[np.float64] | None]
 
@@ -38,7 +38,7 @@ def environment_return(episode: Episode) -> NDArray[np.float64]:
 def survival(episode: Episode) -> NDArray[np.float64]:
     """1 for each step after which the episode went on or was cut by a limit, 0 for one that ended it."""
     alive = np.ones(len(episode))
-    if episode.failed and len(alive):
+    if episode.end is EndReason.TERMINATED:
         alive[-1] = 0.0
     return alive
 
@@ -54,7 +54,7 @@ def resolve_rewards(configs: Sequence[RewardConfig]) -> list[tuple[RewardConfig,
         try:
             found.append((config, _resolve(config.name)))
         except (LookupError, ImportError, AttributeError, TypeError) as error:
-            problems.append(f"rewards: {error.args[0] if error.args else error}")
+            problems.append(f"rewards: {config.name}: {error.args[0] if error.args else error}")
     if problems:
         raise ConfigError(problems)
     return found
@@ -66,13 +66,12 @@ def _resolve(name: str) -> Reward:
     module, colon, attribute = name.partition(":")
     if not colon:
         close = difflib.get_close_matches(name, _registered, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise LookupError(
-            f"there is no reward {name!r}{hint} Known are {', '.join(sorted(_registered))}; your own is module:function"
-        )
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        known = ", ".join(sorted(_registered))
+        raise LookupError(f"there is no such reward{hint} (known are {known}; your own is module:function)")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
-        raise TypeError(f"{name} is a {type(function).__name__}, not a function of an episode")
+        raise TypeError(f"a {type(function).__name__}, not a function of an episode")
     return function  # type: ignore[no-any-return]
 
 
@@ -82,7 +81,7 @@ def score(episode: Episode, rewards: Sequence[tuple[RewardConfig, Reward]]) -> N
     `step_rewards` stays None where a reward could not grade.
 
     Raises:
-        ValueError: a reward returned as many numbers as neither the episode nor its steps have.
+        GrpoAgentsError: a reward returned as many numbers as neither the episode nor its steps have, or none that is finite.
     """
     total = np.zeros(len(episode))
     graded = True
@@ -96,9 +95,14 @@ def score(episode: Episode, rewards: Sequence[tuple[RewardConfig, Reward]]) -> N
         if by_step.ndim == 0:
             by_step = np.concatenate([np.zeros(len(episode) - 1), by_step[None]])
         if by_step.shape != total.shape:
-            raise ValueError(
-                f"reward {config.name!r} returned {by_step.shape[0]} numbers for an episode of {len(episode)} steps; return "
-                "one number, or one for each step"
+            raise GrpoAgentsError(
+                f"reward {config.name!r} returned numbers of shape {by_step.shape} for an episode of {len(episode)} steps; "
+                "return one number, or one for each step"
+            )
+        if not np.isfinite(by_step).all():
+            raise GrpoAgentsError(
+                f"reward {config.name!r} returned {value} for the episode of seed {episode.seed}; return None where it "
+                "cannot grade"
             )
         episode.scores[config.name] = float(by_step.sum())
         total += config.weight * by_step

@@ -10,3 +10,5 @@ os.environ["SDL_VIDEODRIVER"] = "dummy"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from models import family, folder, policy, tiny_folders  # noqa: F401 (fixtures)

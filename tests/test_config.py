@@ -105,7 +105,7 @@ def test_words_are_applied_in_order_and_a_mapping_is_set_key_by_key() -> None:
         ("learnr.lr=1", "unknown setting 'learnr.lr'; did you mean 'learner.lr'?"),
         ("grup=3", "unknown setting 'grup'; did you mean 'group'?"),
         ("zzzz=1", "unknown setting 'zzzz'; --help lists all settings"),
-        ("sampler=vllm", "sampler.name=vllm: must be local"),
+        ("sampler=vlm", "sampler.name=vlm: must be local | vllm | vllm-server"),
         ("loss=ppo", "loss.name=ppo: must be grpo | dr_grpo | dapo | gspo | cispo"),
         ("seed=-1", "seed=-1: must be a whole number from 0"),
         ("learner.lr=fast", "learner.lr=fast: must be a number above 0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from grpo_agents.rl.advantages import (
     returns_to_go,
     scale_by_std,
 )
-from grpo_agents.rl.episode import Encoded, Episode, Group, Sample
+from grpo_agents.rl.episode import Encoded, EndReason, Episode, Group, Sample
+from grpo_agents.rl.starts import ended_badly
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ def assign_credit(groups: Sequence[Group], config: GroupConfig) -> Credit:
 
 def _compare(episodes: list[Episode], config: GroupConfig) -> tuple[list[NDArray[np.float64]], str | None]:
     rewards = [episode.step_rewards for episode in episodes if episode.step_rewards is not None]
-    failed = np.array([episode.failed for episode in episodes])
+    failed = np.array([ended_badly(episode) for episode in episodes])
     invalid = float(np.mean([not step.valid for episode in episodes for step in episode.steps]))
     if config.advantage == "episode":
         returns = np.array([r.sum() for r in rewards])
@@ -89,7 +90,7 @@ def _compare(episodes: list[Episode], config: GroupConfig) -> tuple[list[NDArray
         by_episode = [np.full(len(r), a) for r, a in zip(rewards, by_member, strict=True)]
         return by_episode, flat_group_cause(returns, failed, invalid)
     bootstraps = [
-        0.0 if episode.failed else limit_bootstrap(r, config.gamma)
+        0.0 if episode.end is EndReason.TERMINATED else limit_bootstrap(r, config.gamma)
         for episode, r in zip(episodes, rewards, strict=True)
     ]
     outcomes = np.array([returns_to_go(r, config.gamma, b)[0] for r, b in zip(rewards, bootstraps, strict=True)])
@@ -101,13 +102,8 @@ def _normalize(advantages: list[list[NDArray[np.float64]]], config: GroupConfig)
     scope = config.normalize or ("batch" if config.advantage == "return_to_go" else "group")
     if scope == "batch":
         flat = scale_by_std([values for group in advantages for values in group])
-        sizes = [int(end) for end in np.cumsum([len(group) for group in advantages])[:-1]]
-        return [list(part) for part in _split(flat, sizes)]
+        rest = iter(flat)
+        return [list(islice(rest, len(group))) for group in advantages]
     if scope == "group" and config.advantage == "return_to_go":
         return [list(scale_by_std(group)) for group in advantages]
     return advantages
-
-
-def _split(flat: list[NDArray[np.float64]], ends: Sequence[int]) -> list[list[NDArray[np.float64]]]:
-    bounds = [0, *ends, len(flat)]
-    return [flat[a:b] for a, b in pairwise(bounds)]

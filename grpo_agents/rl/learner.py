@@ -1,22 +1,28 @@
 """One update: from training steps to new weights.
 
-Written on accelerate: with several processes each holds its own steps, counts are summed and gradients averaged, so that
-the result is that of one process with all steps. Results do not depend on the micro-batch size.
+Results do not depend on the micro-batch size (but for dropout, whose masks are drawn anew for each micro-batch), nor on
+the number of processes: each holds its own steps, and counts, losses and gradients are added over all, so that an
+optimizer step is the one that a single process would make with the steps of all.
+
+Gradients are added once a process is through with its part of a minibatch, not while it goes backward as in
+DistributedDataParallel: a process that runs out of memory can then repeat its part while the others wait.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from grpo_agents.config import LearnerConfig, LossConfig
+from grpo_agents.errors import ConfigError
 from grpo_agents.rl.credit import TrainingStep
 from grpo_agents.rl.losses import (
     DEFAULT_CLIP,
@@ -28,13 +34,16 @@ from grpo_agents.rl.losses import (
     ratio_statistics,
 )
 
+T = TypeVar("T")
+
 _KL_STEPS = 256
-"""Steps on which the KL is measured in an update that has no KL term in its loss."""
+"""Steps on which the KL is measured in an update that has no KL term in its loss, over all processes."""
+_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 @dataclass
 class _Totals:
-    """Sums over an update's optimizer steps."""
+    """Sums over an update: of losses and gradient norms by optimizer step, of entropy, KL and ratios by token."""
 
     loss: float = 0.0
     entropy: float = 0.0
@@ -55,7 +64,11 @@ class Learner:
         loss, config: settings.
         accelerator: accelerate's, which holds device and processes.
         max_tokens: the longest reply, which dr_grpo divides by.
-        on_skip: called with the steps of a minibatch that was skipped because its gradient was not finite.
+        on_skip: called with this process's steps of a minibatch that was skipped because its loss or gradient was not
+            finite.
+
+    Raises:
+        ConfigError: accelerate was told to shard the model (FSDP, DeepSpeed, Megatron).
     """
 
     def __init__(
@@ -69,6 +82,13 @@ class Learner:
         max_tokens: int,
         on_skip: Callable[[list[TrainingStep]], None],
     ):
+        if accelerator.distributed_type in _SHARDED:
+            raise ConfigError(
+                [
+                    f"accelerate was set up for {accelerator.distributed_type.value}, which shards the model, while every "
+                    "process here plays with a whole one; choose plain multi-GPU in `accelerate config`, or use torchrun"
+                ]
+            )
         self.policy = policy
         self.collate = collate
         self.loss = loss
@@ -79,184 +99,215 @@ class Learner:
         low, high = DEFAULT_CLIP[loss.name]
         self.clip_low = low if loss.clip_low is None else loss.clip_low
         self.clip_high = high if loss.clip_high is None else loss.clip_high
-        optimizer = torch.optim.AdamW(
-            policy.trainable_parameters(), lr=config.lr, weight_decay=config.weight_decay, foreach=True
+        self.optimizer = accelerator.prepare(
+            torch.optim.AdamW(
+                policy.trainable_parameters(), lr=config.lr, weight_decay=config.weight_decay, foreach=True
+            )
         )
-        self.module, self.optimizer = accelerator.prepare(policy, optimizer)
         self.micro_batch = config.micro_batch or config.minibatch
 
     def update(self, steps: Sequence[TrainingStep], lr: float, rng: np.random.Generator) -> dict[str, float]:
         """Train on the steps (at most `max_steps` of them, drawn by `rng`) and say how it went.
 
         Args:
-            steps: this process's steps.
+            steps: this process's steps. Those without a decision have nothing to learn and are left out.
             lr: learning rate of this update.
             rng: the update's own stream; also seeds dropout.
 
         Returns:
-            Metrics of the update: loss, entropy, kl, clip fraction, ratios, gradient norm.
+            Metrics of the update over all processes. `loss` and `grad_norm` (before clipping) are means over optimizer
+            steps; `entropy`, `clip_fraction` and the ratios are over the decisions trained on, whatever the loss divides
+            by; `kl` is the k3 estimate a decision, during the update where it is part of the loss, else after it, on a
+            sample of the steps; `mismatch` is the largest difference between the log-probabilities that the sampler gave
+            and the learner's own, on a minibatch before the update. NaN where nothing was trained.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.policy.train(self.policy.config.lora.dropout > 0)
+        steps = [step for step in steps if len(step.sample.decisions)]
+        used = [steps[i] for i in rng.permutation(len(steps))[: self._share(len(steps), self.config.max_steps)]]
+        size = int(self._sum([len(used)])[0])
+        mismatch = self._mismatch(used[: self._share(len(used), self.config.minibatch)])
         totals = _Totals()
-        order = rng.permutation(len(steps))[: self.config.max_steps // self.accelerator.num_processes or 1]
-        used = [steps[i] for i in order]
-        metrics: dict[str, float] = {"mismatch": self._mismatch(used[: self.micro_batch]) if used else 0.0}
+        self.policy.train(self.policy.config.lora.dropout > 0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(rng.integers(2**31)))
             for _ in range(self.config.epochs):
                 shuffled = [used[i] for i in rng.permutation(len(used))]
-                for minibatch in self._minibatches(shuffled):
+                for minibatch in self._minibatches(shuffled, size):
                     self._optimizer_step(minibatch, totals)
         self.policy.eval()
-        count = max(totals.optimizer_steps, 1)
-        metrics |= {
-            "loss": totals.loss / count,
-            "entropy": totals.entropy / count,
-            "kl": totals.kl / count if self.loss.beta else self._kl(used[:_KL_STEPS]),
-            "clip_fraction": totals.ratios.clip_fraction,
-            "ratio/mean": totals.ratios.ratio_mean,
-            "ratio/max": totals.ratios.ratio_max,
-            "ratio/ess": totals.ratios.effective_sample_size,
-            "grad_norm": totals.grad_norm / count,
+        ratios = totals.ratios = self._all_ratios(totals.ratios)
+        entropy, kl = self._sum([totals.entropy, totals.kl])
+        return {
+            "mismatch": mismatch,
+            "loss": _mean(totals.loss, totals.optimizer_steps),
+            "entropy": _mean(entropy, ratios.tokens),
+            "kl": _mean(kl, ratios.tokens) if self.loss.beta else self._kl(used[: self._share(len(used), _KL_STEPS)]),
+            "clip_fraction": ratios.clip_fraction,
+            "ratio/mean": ratios.ratio_mean,
+            "ratio/max": ratios.ratio_max if ratios.tokens else math.nan,
+            "ratio/ess": ratios.effective_sample_size,
+            "grad_norm": _mean(totals.grad_norm, totals.optimizer_steps),
             "lr": lr,
             "optimizer_steps": totals.optimizer_steps,
             "skipped": totals.skipped,
-            "trained_steps": float(self._sum(len(used))),
+            "trained_steps": float(size),
         }
-        return metrics
 
-    def _minibatches(self, steps: list[TrainingStep]) -> list[list[TrainingStep]]:
-        """This process's parts of the minibatches. All processes get equally many parts of equal size: a process with
-        fewer steps repeats some without weight, since every process has to take part in every gradient average."""
-        share = max(1, self.config.minibatch // self.accelerator.num_processes)
-        most = int(self._max(len(steps)))
-        if not most:
-            return []
-        if len(steps) < most:
-            filler = steps or [self._blank]
-            dead = [TrainingStep(s.encoded, s.sample, 0.0, live=False) for s in filler]
-            steps = steps + [dead[i % len(dead)] for i in range(most - len(steps))]
-        return [steps[start : start + share] for start in range(0, most, share)]
+    def _share(self, own: int, most: int) -> int:
+        """How many of this process's `own` steps are taken when all processes together take at most `most`: the same share
+        of each one's, but for rounding."""
+        owns = [int(each) for each in self._each(own)]
+        before, total = sum(owns[: self.accelerator.process_index]), sum(owns)
+        return own if total <= most else (before + own) * most // total - before * most // total
 
-    @property
-    def _blank(self) -> TrainingStep:
-        raise RuntimeError("this process has played no step at all; give each process at least one group (group.count)")
+    def _minibatches(self, steps: list[TrainingStep], size: int) -> list[list[TrainingStep]]:
+        """This process's parts of the minibatches of all `size` steps, in proportion to what it has of them; all
+        processes get equally many, some perhaps empty."""
+        most = self.config.minibatch
+        bounds = [min(len(steps), i * most * len(steps) // max(size, 1)) for i in range(math.ceil(size / most) + 1)]
+        return [steps[start:end] for start, end in pairwise(bounds)]
 
     def _optimizer_step(self, minibatch: list[TrainingStep], totals: _Totals) -> None:
-        """One optimizer step. Out of memory: the micro-batch is halved and the step repeated, with the same result."""
-        while True:
-            try:
-                part = self._accumulate(minibatch)
-                break
-            except RuntimeError as error:
-                if not _is_out_of_memory(error) or self.micro_batch == 1:
-                    raise
-                self.micro_batch = max(1, min(self.micro_batch, len(minibatch)) // 2)
-            # Outside the handler, where the failed step's tensors are no longer held by the traceback.
-            self.optimizer.zero_grad(set_to_none=True)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        parameters = self.policy.trainable_parameters()
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.config.max_grad_norm))
-        if not math.isfinite(norm) or not math.isfinite(part.loss):
+        """One optimizer step, unless its loss or gradient is not finite."""
+        sequences, tokens = self._sum([len(minibatch), sum(len(step.sample.decisions) for step in minibatch)])
+        if not sequences:
+            return
+        denominators = Denominators(sequences, tokens, float(self.max_tokens))
+        part = self._fitting(len(minibatch), lambda: self._accumulate(minibatch, denominators))
+        self._add_gradients()
+        loss = self._sum([part.loss])[0]  # of all processes, so that all of them skip, or none
+        norm = float(self.accelerator.clip_grad_norm_(self.policy.trainable_parameters(), self.config.max_grad_norm))
+        if not math.isfinite(norm) or not math.isfinite(loss):
             self.optimizer.zero_grad(set_to_none=True)
             totals.skipped += 1
-            self.on_skip(minibatch)
+            if minibatch:
+                self.on_skip(minibatch)
             return
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        totals.loss += part.loss
+        totals.loss += loss
         totals.entropy += part.entropy
         totals.kl += part.kl
         totals.grad_norm += norm
         totals.optimizer_steps += 1
         totals.ratios = totals.ratios + part.ratios
 
-    def _accumulate(self, minibatch: list[TrainingStep]) -> _Totals:
-        """Gradients of a whole minibatch, micro-batch by micro-batch."""
-        live = [step for step in minibatch if step.live]
-        denominators = Denominators(
-            sequences=self._sum(len(live)),
-            tokens=self._sum(sum(len(step.sample.decisions) for step in live)),
-            max_tokens=float(self.max_tokens),
-        )
+    def _fitting(self, steps: int, work: Callable[[], T]) -> T:
+        """The result of work on a number of steps in micro-batches. Out of memory: they are halved, and it is repeated."""
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                tried = min(self.micro_batch, steps)
+                if not _is_out_of_memory(error) or tried <= 1:
+                    raise
+                self.micro_batch = tried // 2
+            # Outside the handler, where the failed work's tensors are no longer held by the traceback.
+            self.optimizer.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _chunks(self, steps: list[TrainingStep]) -> list[list[TrainingStep]]:
+        return [steps[i : i + self.micro_batch] for i in range(0, len(steps), self.micro_batch)]
+
+    def _accumulate(self, minibatch: list[TrainingStep], denominators: Denominators) -> _Totals:
+        """Gradients and sums of this process's part of a minibatch, micro-batch by micro-batch."""
         part = _Totals()
-        chunks = [minibatch[i : i + self.micro_batch] for i in range(0, len(minibatch), self.micro_batch)]
-        for i, chunk in enumerate(chunks):
-            last = i == len(chunks) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.module):
-                loss, sums = self._micro_batch(chunk, denominators)
-                # Processes average their gradients; the denominators are already those of all of them.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            part.loss += float(loss.detach())
-            part.entropy += sums["entropy"]
-            part.kl += sums["kl"]
-            part.ratios = part.ratios + sums["ratios"]
+        for chunk in self._chunks(minibatch):
+            self._micro_batch(chunk, denominators, part)
         return part
 
-    def _micro_batch(self, chunk: list[TrainingStep], denominators: Denominators) -> tuple[Tensor, dict[str, Any]]:
+    def _micro_batch(self, chunk: list[TrainingStep], denominators: Denominators, part: _Totals) -> None:
         batch = self.collate(chunk)
-        device = batch.mask.device
-        mask = batch.mask & torch.tensor([step.live for step in chunk], device=device)[:, None]
-        old = _old_logprobs(chunk, mask.shape[1]).to(device)
-        advantages = torch.tensor([step.advantage for step in chunk], dtype=torch.float32, device=device)
+        mask = batch.mask
+        old = _old_logprobs(chunk, mask.shape[1]).to(mask.device)
+        advantages = torch.tensor([step.advantage for step in chunk], dtype=torch.float32, device=mask.device)
         temperature = chunk[0].sample.temperature
-        logprobs, entropies = self.module(batch, temperature)
+        logprobs, entropies = self.policy(batch, temperature)
         name = self.loss.name
         clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
         loss = LOSSES[name](logprobs, old, advantages, mask, denominators=denominators, **clip)
-        entropy = aggregate(name, entropies, mask, denominators)
-        loss = loss - self.loss.entropy * entropy
-        kl = 0.0
+        loss = loss - self.loss.entropy * aggregate(name, entropies, mask, denominators)
         if self.loss.beta:
-            with torch.no_grad(), self.policy.reference():
-                reference, _ = self.policy(batch, temperature)
-            divergence = aggregate(name, k3_kl(logprobs, reference), mask, denominators)
-            loss = loss + self.loss.beta * divergence
-            kl = float(divergence.detach())
-        ratios = ratio_statistics(logprobs.detach(), old, mask, advantages, name=name, **clip)
-        return loss, {"entropy": float(entropy.detach()), "kl": kl, "ratios": ratios}
+            divergence = k3_kl(logprobs, self._reference(batch, temperature))
+            loss = loss + self.loss.beta * aggregate(name, divergence, mask, denominators)
+            part.kl += float(divergence.detach()[mask].sum())
+        self.accelerator.backward(loss)
+        part.loss += float(loss.detach())
+        part.entropy += float(entropies.detach()[mask].sum())
+        part.ratios = part.ratios + ratio_statistics(logprobs.detach(), old, mask, advantages, name=name, **clip)
 
     @torch.no_grad()
+    def _reference(self, batch: Any, temperature: float) -> Tensor:
+        """Log-probabilities under the model before training, (B, C)."""
+        with self.policy.reference():
+            logprobs, _ = self.policy(batch, temperature)
+        return cast(Tensor, logprobs)
+
+    def _add_gradients(self) -> None:
+        """Give every process the sum of all processes' gradients."""
+        if self.accelerator.num_processes == 1:
+            return
+        parameters = self.policy.trainable_parameters()
+        gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]
+        # A weight that no process used has no gradient, as in a single process: one of 0 would let it decay.
+        owned = parameters[0].new_tensor([p.grad is not None for p in parameters])
+        # One message: an adapter is hundreds of small tensors.
+        flat = self.accelerator.reduce(torch.cat([*gradients, owned]), reduction="sum")
+        *sums, owners = flat.split([*(p.numel() for p in parameters), len(parameters)])
+        for parameter, gradient, owner in zip(parameters, sums, owners.tolist(), strict=True):
+            parameter.grad = gradient.view_as(parameter).to(parameter.dtype) if owner else None
+
     def _mismatch(self, steps: list[TrainingStep]) -> float:
-        """Largest difference between the sampler's and the learner's log-probabilities before the update."""
-        batch = self.collate(steps)
-        logprobs, _ = self.policy(batch, steps[0].sample.temperature)
-        old = _old_logprobs(steps, batch.mask.shape[1]).to(logprobs.device)
-        return float(((logprobs - old) * batch.mask).abs().max())
+        """Largest difference between the sampler's and the learner's log-probabilities; NaN if one of them is."""
 
-    @torch.no_grad()
+        @torch.no_grad()
+        def measured() -> float:
+            largest = torch.zeros(())
+            for chunk in self._chunks(steps):
+                batch = self.collate(chunk)
+                logprobs, _ = self.policy(batch, chunk[0].sample.temperature)
+                difference = logprobs.cpu() - _old_logprobs(chunk, batch.mask.shape[1])
+                largest = torch.maximum(largest, difference[batch.mask.cpu()].abs().max())
+            return float(largest)
+
+        return max(self._each(self._fitting(len(steps), measured)), key=lambda value: (math.isnan(value), value))
+
     def _kl(self, steps: list[TrainingStep]) -> float:
-        """k3 estimate of the KL to the model before training, after the update, on a sample of its steps."""
-        if not steps:
-            return 0.0
-        total, tokens = 0.0, 0
-        for start in range(0, len(steps), self.micro_batch):
-            chunk = steps[start : start + self.micro_batch]
-            batch = self.collate(chunk)
-            logprobs, _ = self.policy(batch, chunk[0].sample.temperature)
-            with self.policy.reference():
-                reference, _ = self.policy(batch, chunk[0].sample.temperature)
-            total += float((k3_kl(logprobs, reference) * batch.mask).sum())
-            tokens += int(batch.mask.sum())
-        return total / max(tokens, 1)
+        """k3 estimate of the KL to the model before training, in nats a decision."""
 
-    def _sum(self, value: float) -> float:
-        return self._reduce(value, "sum")
+        @torch.no_grad()
+        def measured() -> tuple[float, int]:
+            total, tokens = 0.0, 0
+            for chunk in self._chunks(steps):
+                batch, temperature = self.collate(chunk), chunk[0].sample.temperature
+                logprobs, _ = self.policy(batch, temperature)
+                total += float(k3_kl(logprobs, self._reference(batch, temperature))[batch.mask].sum())
+                tokens += int(batch.mask.sum())
+            return total, tokens
 
-    def _max(self, value: float) -> float:
+        return _mean(*self._sum(self._fitting(len(steps), measured)))
+
+    def _all_ratios(self, own: RatioStatistics) -> RatioStatistics:
+        sums = self._sum([own.tokens, own.clipped, own.ratio_sum, own.ratio_square_sum])
+        return RatioStatistics(int(sums[0]), int(sums[1]), sums[2], sums[3], max(self._each(own.ratio_max)))
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        """Each value, added over all processes."""
         if self.accelerator.num_processes == 1:
-            return value
-        gathered = self.accelerator.gather(torch.tensor([value], device=self.accelerator.device))
-        return float(gathered.max())
+            return list(values)
+        own = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        added: list[float] = self.accelerator.reduce(own, reduction="sum").tolist()
+        return added
 
-    def _reduce(self, value: float, how: str) -> float:
+    def _each(self, value: float) -> list[float]:
+        """The value of each process."""
         if self.accelerator.num_processes == 1:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
-        return float(self.accelerator.reduce(tensor, reduction=how))
+            return [value]
+        own = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
+        each: list[float] = self.accelerator.gather(own).tolist()
+        return each
 
 
 def learning_rate(config: LearnerConfig, update: int, progress: float) -> float:
@@ -276,6 +327,10 @@ def learning_rate(config: LearnerConfig, update: int, progress: float) -> float:
     }[config.schedule]
     warm = min(1.0, (update + 1) / (config.warmup + 1))
     return config.lr * warm * fall
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def _old_logprobs(steps: Sequence[TrainingStep], width: int) -> Tensor:

@@ -25,9 +25,13 @@ def check_groups(groups: Sequence[Group], *, patch: int, temporal: int, merge: i
         RecordError: names group, member and step of the first contradiction.
     """
     for g, group in enumerate(groups):
-        starts = {episode.steps[0].observation_hash for episode in group.episodes if episode.steps}
-        if len(starts) > 1:
-            raise RecordError(f"group {g} (seed {group.seed}): its members saw {len(starts)} different starts")
+        played = [episode for episode in group.episodes if episode.steps]
+        for other in played[1:]:
+            if other.steps[0].observation_hash != played[0].steps[0].observation_hash:
+                raise RecordError(
+                    f"group {g}, member {other.member}, step 0 (seed {other.seed}): it saw another start than member "
+                    f"{played[0].member}"
+                )
         for episode in group.episodes:
             _check_episode(episode, f"group {g}, member {episode.member}", patch, temporal, merge, version)
 

@@ -6,6 +6,7 @@ Every episode draws from its own random stream: what it does depends neither on 
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_agents.errors import EnvironmentSetupError
 from grpo_agents.rl.episode import Encoded, EndReason, Episode, Group, Prompt, Sample, Step
-from grpo_agents.rl.starts import TRAIL_EVERY, RestartPool, SnapshotStore, Start, Trail
+from grpo_agents.rl.starts import TRAIL_EVERY, RestartPool, SnapshotStore, Start, Trail, ended_badly
 
 Draw = Callable[[Encoded, np.random.Generator | None], Awaitable[Sample]]
 """Asks the sampler for one reply; without a generator, for the likeliest one."""
@@ -38,6 +40,27 @@ class Play:
     snapshots: SnapshotStore | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """An action that was chosen and is not yet taken.
+
+    Attributes:
+        env: the environment, still as the policy saw it.
+        episode: the steps so far.
+        sample: the reply.
+        seconds: from prompt to reply; it includes waiting for replies to other episodes that are played at the same time.
+    """
+
+    env: Any
+    episode: Episode
+    sample: Sample
+    seconds: float
+
+
+Watch = Callable[[Decision], bool]
+"""Is shown each decision before it is carried out; False stops the episode there (EndReason.STOPPED)."""
+
+
 class Rollouts:
     """Plays episodes in a pool of environments that is kept between updates.
 
@@ -57,15 +80,19 @@ class Rollouts:
             self._idle.pop().close()
 
     def episodes(
-        self, starts: Sequence[Start], rngs: Sequence[np.random.Generator | None]
+        self, starts: Sequence[Start], rngs: Sequence[np.random.Generator | None], watch: Watch | None = None
     ) -> list[tuple[Episode, Trail | None]]:
-        """Play one episode from each start, all at once; without a generator an episode is played greedily."""
+        """Play one episode from each start, all at once; without a generator an episode is played greedily.
 
+        What an environment raises makes its episode a fault. What anything else raises stops all episodes and is raised
+        here, and so is an environment's EnvironmentSetupError, which every other episode would meet too.
+        """
         played: list[tuple[Episode, Trail | None]] = []
 
         async def together() -> None:
             # Not returned: on its way out, asyncio.run formats the finished task with its result, pixels and all.
-            played.extend(await asyncio.gather(*(self._episode(s, r) for s, r in zip(starts, rngs, strict=True))))
+            pairs = zip(starts, rngs, strict=True)
+            played.extend(await asyncio.gather(*(self._episode(start, rng, watch) for start, rng in pairs)))
 
         asyncio.run(together())
         return played
@@ -84,21 +111,32 @@ class Rollouts:
                 episode.member = member
         return played
 
-    async def _episode(self, start: Start, rng: np.random.Generator | None) -> tuple[Episode, Trail | None]:
+    async def _episode(
+        self, start: Start, rng: np.random.Generator | None, watch: Watch | None
+    ) -> tuple[Episode, Trail | None]:
         env = self._idle.pop() if self._idle else self.play.make_env()
         trail = Trail(self.trail) if self.trail and self.play.snapshots else None
         episode = Episode([], EndReason.STOPPED, start.seed, start.kind)
         try:
-            await self._play(env, start, rng, episode, trail)
+            await self._play(env, start, rng, episode, trail, watch)
         except _EnvironmentFault as fault:
             episode.end, episode.fault = EndReason.FAULT, str(fault)
             _close_quietly(env)  # it may be in any state; the next episode gets a new one
             return episode, None
+        except BaseException:
+            _close_quietly(env)
+            raise
         self._idle.append(env)
         return episode, trail
 
     async def _play(
-        self, env: Any, start: Start, rng: np.random.Generator | None, episode: Episode, trail: Trail | None
+        self,
+        env: Any,
+        start: Start,
+        rng: np.random.Generator | None,
+        episode: Episode,
+        trail: Trail | None,
+        watch: Watch | None,
     ) -> None:
         with _attributed():
             prompt, _ = env.reset(seed=start.seed)
@@ -109,18 +147,22 @@ class Rollouts:
         while start.horizon is None or len(episode) < start.horizon:
             if trail is not None and store is not None and len(episode) % TRAIL_EVERY == 0:
                 trail.add(len(episode), store.save(env))
+            began = time.perf_counter()
             encoded = self.play.encode(prompt)
             sample = await self.play.draw(encoded, rng)
+            if watch is not None and not watch(Decision(env, episode, sample, time.perf_counter() - began)):
+                return
             action = sample.choice if sample.choice is not None else 0
             with _attributed():
                 prompt, reward, terminated, truncated, _ = env.step(action)
+                reward = float(reward)
             episode.steps.append(
                 Step(
                     encoded=encoded,
                     sample=sample,
                     action=action,
                     valid=sample.choice is not None,
-                    reward=float(reward),
+                    reward=reward,
                     terminated=bool(terminated),
                     truncated=bool(truncated),
                     observation_hash=encoded.observation_hash,
@@ -152,10 +194,10 @@ def collect_restarts(
     before: tuple[int, int],
     rng: np.random.Generator,
 ) -> None:
-    """Keep one state from before the end of each episode that the environment ended."""
+    """Keep one state from before the end of each episode that ended badly."""
     for members in played:
         for episode, trail in members:
-            if episode.failed and trail is not None:
+            if trail is not None and ended_badly(episode):
                 snapshot = trail.before(len(episode), *before, rng)
                 if snapshot is not None:
                     pool.add(episode.seed, snapshot)
@@ -170,6 +212,8 @@ def _attributed() -> Iterator[None]:
     """Tell what the environment raises from what sampler and encoder raise: only the former is data."""
     try:
         yield
+    except EnvironmentSetupError:
+        raise
     except Exception as error:
         raise _EnvironmentFault(traceback.format_exc()) from error
 

@@ -8,8 +8,26 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_agents.rl.episode import EndReason, Episode
+
 TRAIL_EVERY = 5
 """Steps between two saved states of an episode."""
+_LOOKAHEAD = 20
+"""Steps that an ending is weighed against."""
+
+
+def ended_badly(episode: Episode) -> bool:
+    """Whether the environment ended the episode where going on would have been worth as much or more: a fall, no goal.
+
+    A termination does not tell a failure from a success; the rewards do. The last step's reward, which is all that the end
+    brought, is weighed against `_LOOKAHEAD` more steps at the mean reward of the steps before. A fallen pole (1 for each
+    step) ends badly, and so does a crash; a car on top of its hill (-1 for each step) and a reward that comes with the goal
+    alone end well. An episode of one step has nothing to weigh against and ends badly.
+    """
+    if episode.end is not EndReason.TERMINATED:
+        return False
+    before, last = episode.rewards[:-1], episode.rewards[-1]
+    return not len(before) or bool(last <= _LOOKAHEAD * before.mean())
 
 
 class SnapshotStore(Protocol):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from grpo_agents.errors import CheckpointError, ConfigError
 
 _NUMBERED = re.compile(r"update_(\d+)")
@@ -22,21 +24,22 @@ class RunFolder:
     """Where a run keeps what it writes.
 
     config.yaml, metrics.jsonl, summary.json, baselines.json, two pictures, tensorboard/, best/ (the adapter with the best
-    validation), checkpoints/update_000012/ (adapter/ and state.pt), skipped/ (minibatches with a non-finite gradient).
+    validation), checkpoints/update_000012/ (adapter/ and state.pt; at the end of a run also best/, see `save_best`),
+    skipped/ (minibatches with a non-finite gradient).
     """
 
     path: Path
 
     @classmethod
     def create(cls, name: str, root: Path = Path("runs")) -> RunFolder:
-        """Make a new folder.
+        """Make a new folder. One that a kill left before anything was written into it counts as new.
 
         Raises:
             ConfigError: it exists.
         """
         path = root / name
         try:
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=path.is_dir() and set(os.listdir(path)) <= {"config.yaml.partial"})
         except FileExistsError:
             raise ConfigError(
                 [f"name={name}: {path} exists. Choose another name, or go on with that run: resume={path}"]
@@ -104,9 +107,60 @@ class RunFolder:
         for _, old in self.checkpoints()[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def save_best(self, save_adapter: Callable[[Path], None]) -> None:
-        """Replace the best adapter."""
+    def save_best(self, save_adapter: Callable[[Path], None], *, end_of: int | None = None) -> None:
+        """Replace the best adapter.
+
+        Args:
+            save_adapter: writes the adapter into a folder.
+            end_of: the update after which the run ends, where only the validation at its end found this adapter. A run
+                that goes on from there must not know of it, since one that was never stopped does not make that
+                validation: the best adapter before is kept in the update's checkpoint, and `recover_best` takes it back.
+        """
+        if end_of is not None and self.best.is_dir():
+            os.rename(self.best, self.checkpoint(end_of) / "best")
         self._replace(self.best, save_adapter)
+
+    def recover_best(self, update: int) -> None:
+        """Put the best adapter into the state in which the checkpoint being gone on from knew it.
+
+        Args:
+            update: whose adapter was the best; 0 where there was none.
+        """
+        old = self.best.with_name("best.old")
+        if old.is_dir() and not self.best.exists():  # a kill between the two renames of a replacement
+            os.rename(old, self.best)
+        checkpoints = self.checkpoints()
+        kept = checkpoints[-1][1] / "best" if checkpoints else None
+        if kept is not None and kept.is_dir():
+            _remove(self.best)
+            os.rename(kept, self.best)
+        if not update:
+            _remove(self.best)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; None where there is none.
+
+        Raises:
+            CheckpointError: its weights are damaged.
+        """
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            return None
+        path = checkpoints[-1][1]
+        try:
+            weights = list((path / "adapter").glob("*.safetensors"))
+            for file in weights:
+                with safe_open(file, "numpy"):  # reads the header and compares it with the file's length
+                    pass
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, error) from error
+        if not weights:
+            raise damaged(path, "it holds no weights (adapter/*.safetensors)")
+        return path
+
+    def discard(self) -> None:
+        """Remove the folder."""
+        _remove(self.path)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file."""
@@ -150,11 +204,11 @@ class RunFolder:
             ) from error
 
 
-def recover_best(folder: RunFolder) -> None:
-    """Undo a replacement of the best adapter that a kill interrupted between its two renames."""
-    old = folder.best.with_name("best.old")
-    if old.is_dir() and not folder.best.exists():
-        os.rename(old, folder.best)
+def damaged(checkpoint: Path, cause: object) -> CheckpointError:
+    """The error for a checkpoint that cannot be read back."""
+    return CheckpointError(
+        f"{checkpoint} cannot be read back: {cause}. Remove that folder to go on from the checkpoint before it"
+    )
 
 
 def _remove(path: Path) -> None:

@@ -91,14 +91,15 @@ def return_histograms(
 
     Args:
         before: returns of the untrained model.
-        after: returns of the trained model.
+        after: returns of the trained model; empty where nothing was trained, and then without a row.
         random: returns of the random policy.
         path: the PNG file; replaced in one step.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
-    rows = {"random": (random, GREEN), "untrained": (before, ORANGE), "trained": (after, BLUE)}
+    policies = {"random": (random, GREEN), "untrained": (before, ORANGE), "trained": (after, BLUE)}
+    rows = {name: row for name, row in policies.items() if len(row[0])}
     figure, panels = _figure(len(rows))
     everything = np.concatenate([np.asarray(values, dtype=float) for values, _ in rows.values()])
     edges = np.histogram_bin_edges(everything, bins=40).tolist()
