@@ -142,9 +142,9 @@ class VllmSampler:
         for output in outputs:
             if not output.finished:
                 continue
-            future = self._futures.pop(output.request_id, None)
-            if future is not None and not future.done():
-                future.set_result(output)
+            answered: asyncio.Future[Any] | None = self._futures.pop(output.request_id, None)
+            if answered is not None and not answered.done():
+                answered.set_result(output)
         if self._futures:
             # After the episodes that were just answered: what they ask next joins the same step.
             asyncio.get_running_loop().call_soon(self._step)

@@ -74,7 +74,8 @@ def _field(mapping: Any, key: str, kind: type[T]) -> T:
     """An entry of a JSON object, of the type it has to have."""
     value = mapping.get(key) if isinstance(mapping, dict) else None
     if not isinstance(value, kind):
-        name = {str: "text", list: "a list"}.get(kind, kind.__name__)
+        names: dict[type, str] = {str: "text", list: "a list"}
+        name = names.get(kind, kind.__name__)
         raise ValueError(f"{str(mapping)[:80]} has no '{key}' that is {name}")
     return value
 
