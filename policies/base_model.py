@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PretrainedConfig
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 import grpo_agents
 from grpo_agents.config import PolicyConfig
@@ -70,15 +73,28 @@ def load_base(source: str, config: PolicyConfig) -> tuple[Any, Any]:
             raise PolicyLoadError(
                 f"{named} is a {family}; the supported families are {', '.join(FAMILIES)}. Use a Qwen2.5-VL or Qwen3-VL"
             )
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, dtype=config.dtype, attn_implementation=config.attn_implementation
-        )
+        with _quiet_loading() if folder.is_dir() else nullcontext():
+            model = AutoModelForImageTextToText.from_pretrained(
+                source, dtype=config.dtype, attn_implementation=config.attn_implementation
+            )
         return model, AutoProcessor.from_pretrained(source)
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise PolicyLoadError(
             f"{named} cannot be loaded: {error}\nIf the name is right, its files are incomplete or damaged: copy or "
             "download them again"
         ) from error
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bar: it ends up in the run's own display, and a local folder is read at once."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def fingerprint(source: str) -> str | None:

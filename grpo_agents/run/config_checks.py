@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from grpo_agents.config import TrainConfig
+from grpo_agents.config import PolicyConfig, SamplerConfig, TrainConfig
 from grpo_agents.run.settings import show
 
 RESUME_KEYS = {"resume", "updates", "env_steps", "episodes"}
@@ -13,7 +13,12 @@ RESUME_KEYS = {"resume", "updates", "env_steps", "episodes"}
 
 def check_train(config: TrainConfig) -> list[str]:
     """One sentence for each problem between settings that are valid alone; settings stand under their dotted names."""
-    problems = [*_check_group(config), *_check_learning(config), *_check_names(config)]
+    problems = [
+        *_check_group(config),
+        *_check_learning(config),
+        *_check_sampler(config.sampler, config.policy),
+        *_check_names(config),
+    ]
     if config.resume is not None:
         extra = sorted(config.model_fields_set - RESUME_KEYS)
         if extra:
@@ -70,6 +75,23 @@ def _check_learning(config: TrainConfig) -> list[str]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         problems.append(f"rewards: {', '.join(twice)} is listed twice; give it once, with the sum of the weights")
+    return problems
+
+
+def _check_sampler(sampler: SamplerConfig, policy: PolicyConfig) -> list[str]:
+    """Problems between a sampler's settings and those of the policy it samples from."""
+    problems = []
+    if sampler.name == "vllm-server" and not sampler.url:
+        problems.append("sampler=vllm-server needs the servers' addresses: set sampler.url=http://localhost:8000")
+    if sampler.name != "vllm-server" and sampler.url:
+        problems.append(
+            f"sampler.url={show(sampler.url)} has no effect with sampler={sampler.name}; set sampler=vllm-server"
+        )
+    if sampler.name == "vllm-server" and (not policy.lora.rank or policy.vision == "trained"):
+        problems.append(
+            "sampler=vllm-server hands the language model's LoRA adapter to its servers, not all weights "
+            "(policy.lora.rank=0) nor a trained vision tower (policy.vision=trained); set sampler=vllm"
+        )
     return problems
 
 
