@@ -87,7 +87,9 @@ def test_what_one_server_fails_at_another_answers_and_it_is_taken_back(
     servers[0].troubles = [trouble]
     assert len(play(sampler, 6)) == 6
     counts = sampler.statistics()
-    assert (counts["samples"], counts["passes"], counts["retries"]) == (6, 6, 1)
+    assert (counts["samples"], counts["passes"]) == (6, 6)
+    # An adapter that is lost fails all three questions that are on their way to it, unless it is back before.
+    assert 1 <= counts["retries"] <= (3 if trouble == "forgetful" else 1)
     before = len(servers[0].asked)
     while len(servers[0].asked) == before:  # the test's time limit ends it
         play(sampler, 2)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -51,6 +53,9 @@ class StandIn:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+        for connection in self._http.connections:
+            with suppress(OSError):  # the client closed it already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
         """Status and JSON of an answer; None closes the connection without one."""
@@ -96,6 +101,7 @@ class _Http(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], stand_in: StandIn):
         self.stand_in = stand_in
+        self.connections: list[socket.socket] = []
         super().__init__(address, _Handler)
 
     def handle_error(self, *_: object) -> None:
@@ -105,6 +111,10 @@ class _Http(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Http
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.append(self.connection)
 
     def do_GET(self) -> None:
         self._reply({})
