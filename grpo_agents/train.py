@@ -25,14 +25,19 @@ from grpo_agents.run.command import draw_without_display, run_command
 from grpo_agents.run.config import check_train, load_yaml, parse, to_yaml
 from grpo_agents.run.progress import Progress, result_table
 
+PATIENCE = 30.0
+"""Seconds in which the first of several processes may say why the run ends, before another one says it."""
+
 
 def main(argv: list[str]) -> int:
     try:
         return _main(argv)
-    except GrpoAgentsError as error:
-        if _first() or error.exit_status != 2:
-            raise
-        raise SystemExit(error.exit_status) from None  # a wrong setting is wrong in every process; one of them says so
+    except GrpoAgentsError:
+        if not _first():
+            # What stops one process mostly stops all. The first says it, and the launcher ends this one; were
+            # this one to end before, the launcher would end the first before it has spoken.
+            time.sleep(PATIENCE)
+        raise
 
 
 def _main(argv: list[str]) -> int:
@@ -140,11 +145,9 @@ def _new_shared_run(config: TrainConfig) -> tuple[RunFolder, TrainConfig]:
             made = _new_run(config)
         except GrpoAgentsError as problem:
             error = problem
-    made = everyone(made)[0]
-    if error is not None:
-        raise error
+    made, reason = everyone((made, str(error)))[0]
     if made is None:
-        raise SystemExit(1)  # the first process says why
+        raise error or GrpoAgentsError(reason)
     return made
 
 

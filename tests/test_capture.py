@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -20,9 +21,9 @@ from grpo_agents.errors import EnvironmentSetupError
 FAST = ("CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Acrobot-v1")
 CLASSIC = (*FAST, "Pendulum-v1")
 # 10 and 8 rendered pixels for one.
-BLOCKS = {"crop": (20, 40, 460, 360), "size": (44, 40)}
-FRACTIONAL = {"crop": (13, 31, 488, 350), "size": (57, 48)}
-ENLARGED = {"crop": (200, 100, 240, 120), "size": (100, 64)}
+BLOCKS = FrameSettings(crop=(20, 40, 460, 360), size=(44, 40))
+FRACTIONAL = FrameSettings(crop=(13, 31, 488, 350), size=(57, 48))
+ENLARGED = FrameSettings(crop=(200, 100, 240, 120), size=(100, 64))
 
 
 @pytest.fixture(scope="module", params=CLASSIC)
@@ -48,8 +49,9 @@ def put_into_random_state(env: gym.Env[Any, Any], rng: np.random.Generator) -> N
         inner.last_u = rng.uniform(-2, 2)
 
 
-def resized(picture: NDArray[np.uint8], crop: Any, size: Any, kind: Image.Resampling) -> NDArray[np.uint8]:
-    return np.asarray(Image.fromarray(picture).crop(crop).resize(size, kind))
+def resized(picture: NDArray[np.uint8], settings: FrameSettings, kind: Image.Resampling) -> NDArray[np.uint8]:
+    assert settings.size
+    return np.asarray(Image.fromarray(picture).crop(settings.crop).resize(settings.size, kind))
 
 
 def test_the_fast_way_is_taken_for_what_draws_on_a_surface(env: gym.Env[Any, Any]) -> None:
@@ -59,8 +61,8 @@ def test_the_fast_way_is_taken_for_what_draws_on_a_surface(env: gym.Env[Any, Any
 
 @pytest.mark.parametrize(("invert", "states"), [(False, 50), (True, 3)])
 def test_random_states_look_as_rendered(env: gym.Env[Any, Any], invert: bool, states: int) -> None:
-    settings = [FrameSettings(**kind, invert=invert) for kind in ({}, BLOCKS, FRACTIONAL, ENLARGED)]
-    captures = [Capture(env, each) for each in settings]
+    kinds = (FrameSettings(), BLOCKS, FRACTIONAL, ENLARGED)
+    captures = [Capture(env, replace(settings, invert=invert)) for settings in kinds]
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(states):
@@ -69,9 +71,9 @@ def test_random_states_look_as_rendered(env: gym.Env[Any, Any], invert: bool, st
         picture = np.array(env.render())
         expected = [
             picture,
-            np.asarray(Image.fromarray(picture).reduce((10, 8), box=BLOCKS["crop"])),
-            resized(picture, **FRACTIONAL, kind=Image.Resampling.BOX),
-            resized(picture, **ENLARGED, kind=Image.Resampling.BICUBIC),
+            np.asarray(Image.fromarray(picture).reduce((10, 8), box=BLOCKS.crop)),
+            resized(picture, FRACTIONAL, Image.Resampling.BOX),
+            resized(picture, ENLARGED, Image.Resampling.BICUBIC),
         ]
         for frame, pixels in zip(frames, expected, strict=True):
             np.testing.assert_array_equal(frame, 255 - pixels if invert else pixels)
@@ -93,7 +95,7 @@ def test_the_picture_for_people_is_new_each_time(env: gym.Env[Any, Any]) -> None
 
 
 def test_a_frame_does_not_change_when_the_environment_goes_on(env: gym.Env[Any, Any]) -> None:
-    for settings in (FrameSettings(), FrameSettings(**BLOCKS), FrameSettings(**FRACTIONAL)):
+    for settings in (FrameSettings(), BLOCKS, FRACTIONAL):
         capture = Capture(env, settings)
         frame = capture.frame()
         before = frame.pixels.copy()

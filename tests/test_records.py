@@ -83,7 +83,7 @@ def test_a_contradiction_in_a_step_is_named_with_its_place(changes: dict[str, An
 def test_an_episode_does_not_go_on_after_its_end(end: str) -> None:
     played = groups()
     steps = played[0].episodes[1].steps
-    steps[0] = replace(steps[0], **{end: True})
+    steps[0] = replace(steps[0], terminated=end == "terminated", truncated=end == "truncated")
     with pytest.raises(
         RecordError, match=r"^group 0, member 1, step 0 .*: it ended the episode, which goes on for 2 more"
     ):

@@ -18,7 +18,8 @@ def test_a_trail_reaches_as_far_back_as_was_asked() -> None:
         for step in range(0, end, 5):  # as they are saved while an episode of `end` steps is played
             trail.add(step, step)
         found = {trail.before(end, 15, 40, rng) for _ in range(100)}
-        assert found == ({step for step in range(0, end, 5) if 15 <= end - step <= 40} or {None})
+        fitting: set[int | None] = {step for step in range(0, end, 5) if 15 <= end - step <= 40}
+        assert found == (fitting or {None})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from doors import LONG, ROOT, TINY, command, environment, lines, long_run, resul
 from PIL import Image
 
 from grpo_agents.config import TrainConfig
+from grpo_agents.rl.advantages import FlatCause
 from grpo_agents.run.config import load_yaml, parse, to_yaml
 from grpo_agents.run.metrics import alarms_by_key
 
@@ -72,9 +74,8 @@ def test_each_line_of_metrics_says_what_a_reader_needs_to_trust_an_update(run: P
     for line in lines(run):
         assert numbers <= line.keys()
         assert all(np.isfinite(line[key]) for key in numbers)
-        causes = ("groups/all_solved", "groups/all_failed", "groups/all_invalid", "groups/mixed")
-        flat = sum(line.get(cause, 0) for cause in causes)
-        assert flat == line["groups/flat"] * 2
+        causes = [f"groups/{cause}" for cause in get_args(FlatCause)]
+        assert sum(line.get(cause, 0) for cause in causes) == line["groups/flat"] * 2
         assert line["end/fault"] == line["faults"] == 0
         assert line["ratio/ess"] <= 1 + 1e-9
         assert line["mismatch"] < 1e-4  # float32 log-probabilities of two batch sizes

@@ -61,7 +61,7 @@ def full(folder: Path) -> Iterator[VllmSampler]:
 
 
 @pytest.fixture(scope="module", params=["adapted", "full"])
-def sampler(request: pytest.FixtureRequest) -> VllmSampler:
+def sampler(request: pytest.FixtureRequest, family: Family) -> VllmSampler:
     chosen: VllmSampler = request.getfixturevalue(request.param)
     return chosen
 

@@ -60,6 +60,7 @@ class Track(gym.Env[NDArray[np.int64], np.int64]):
 
     def __init__(self, render_mode: str | None = None, first_action: int = 0):
         self.render_mode = render_mode
+        self.first_action = first_action
         self.action_space = spaces.Discrete(2, start=first_action)
         self.observation_space = spaces.Box(-2, self.length + 1, (1,), np.int64)
         self.closed = False
@@ -77,7 +78,7 @@ class Track(gym.Env[NDArray[np.int64], np.int64]):
         return self._place(), {}
 
     def step(self, action: np.int64) -> tuple[NDArray[np.int64], float, bool, bool, dict[str, Any]]:
-        self.pushes[int(action - self.action_space.start)]()
+        self.pushes[int(action) - self.first_action]()
         self.things[0][0] += int(self.dice.integers(-1, 2))
         return self._place(), 1.0, not 0 <= self.ball[0] < self.length, False, {}
 
@@ -99,7 +100,7 @@ class Track(gym.Env[NDArray[np.int64], np.int64]):
         self.ball[0] += 1
 
 
-gym.register("Track-v0", Track, max_episode_steps=20)
+gym.register("Track-v0", "worlds:Track", max_episode_steps=20)
 
 
 def track(
