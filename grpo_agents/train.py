@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
         return _main(argv)
     except GrpoAgentsError:
         if not _first():
-            # What stops one process mostly stops all. The first says it, and the launcher ends this one; were
-            # this one to end before, the launcher would end the first before it has spoken.
+            # What stops one process mostly stops all. The first says it, and the launcher ends this one; were this one to
+            # end before, the launcher would end the first before it has spoken.
             time.sleep(PATIENCE)
         raise
 

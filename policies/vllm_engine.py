@@ -101,6 +101,7 @@ class VllmSampler:
 
     async def _ask(self, question: Question) -> Answer:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
 
         begin = time.perf_counter()
         parameters: Any = question.parameters(self.policy.end_of_turn)
@@ -113,7 +114,7 @@ class VllmSampler:
                 SamplingParams(**parameters),
                 lora_request=self._lora(self._adapter) if self._adapter else None,
             )
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise SamplerError(
                 f"the vLLM engine refuses a prompt of {len(prompt['prompt_token_ids'])} tokens: {error} "
                 "(sampler.vllm.max_model_len is the longest prompt and reply together)"

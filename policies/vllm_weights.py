@@ -73,13 +73,13 @@ def merged_weights(policy: QwenVL) -> list[tuple[str, Tensor]]:
     """All weights under the names of a checkpoint, the adapter's part added to what it adapts.
 
     Nothing is changed in the policy itself: merging and unmerging in place would leave rounding errors in the base weights.
+    An output embedding that is tied to the input embedding is listed too: vLLM may keep a packed copy of it.
     """
     layers = {name: module for name, module in policy.core.named_modules() if isinstance(module, BaseTunerLayer)}
     on = adapter_is_on(policy)
-    tied = set(getattr(policy.core, "_tied_weights_keys", None) or ()) if tied_embeddings(policy) else set()
     weights = []
     for name, tensor in policy.core.state_dict().items():
-        if ".lora_" in name or name in tied:
+        if ".lora_" in name:
             continue
         owner, _, kind = name.rpartition(".base_layer.")
         layer: Any = layers.get(owner)
@@ -89,8 +89,3 @@ def merged_weights(policy: QwenVL) -> list[tuple[str, Tensor]]:
                 tensor = tensor + layer.get_delta_weight("default").to(tensor.dtype)
         weights.append((name, tensor.detach()))
     return weights
-
-
-def tied_embeddings(policy: QwenVL) -> bool:
-    """Whether input and output embeddings are one tensor."""
-    return policy.core.lm_head.weight is policy.language.embed_tokens.weight

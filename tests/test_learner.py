@@ -478,7 +478,7 @@ def test_the_reference_of_a_real_model_is_the_one_without_its_adapter(qwen: Qwen
     for scene in scenes:
         for t in deciding(scene.step.sample):
             new, reference = (choice(x[t], scene.step.sample, t)[0] for x in (scene.logits, scene.reference))
-            difference = float(reference - new)
+            difference = float((reference - new).detach())
             expected.append(math.exp(difference) - difference - 1)
     for beta in (0.0, 0.5):
         learner = qwen_learner(qwen, loss=LossConfig(entropy=0.0, beta=beta))

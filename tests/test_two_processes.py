@@ -194,6 +194,7 @@ def test_two_processes_play_and_learn_what_one_does(
         assert abs(ours[name] - weight).max() < 1e-2 * scale, name
 
 
+@pytest.mark.slow
 def test_a_shared_run_goes_on_after_a_stop_as_if_there_had_been_none(
     shared: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from doors import environment
 from models import FAMILIES, Family, load, stirred
-from vllm_models import largest_difference, play, requests, save_checkpoint
+from vllm_models import largest_difference, moved, play, requests, save_checkpoint
 
 from grpo_agents.config import SamplerConfig
 from grpo_agents.errors import SamplerError
@@ -83,7 +83,7 @@ def test_logprobs_are_the_learners_before_and_after_an_update(
     asked = requests(policy, words, greedy=greedy)
     before = play(sampler, asked)
     assert largest_difference(policy, asked, before) < CLOSE
-    stirred(policy, seed=1)
+    moved(policy, policy.version)
     sampler.sync(policy.version + 1)
     asked = requests(policy, words, greedy=greedy)
     assert largest_difference(policy, asked, play(sampler, asked)) < CLOSE
@@ -107,7 +107,7 @@ def test_the_canary_finds_an_upload_that_was_dropped(
     assert canary.check(sampler) < CLOSE
     last, held = policy.version, sampler._adapters.save()
     assert held is not None
-    stirred(policy, seed=2)
+    moved(policy, last)
     with monkeypatch.context() as patch:
         patch.setattr(sampler._adapters, "save", lambda: held)
         sampler.sync(last + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +33,18 @@ def save_checkpoint(folder: Path, family: Family) -> None:
         model.config.vision_config.hidden_act = "silu"
     model.save_pretrained(folder)
     build_processor(tokenizer, family).save_pretrained(folder)
+
+
+def moved(policy: QwenVL, seed: int) -> None:
+    """Give every trained weight another value near that of the first call: updates that do not add up."""
+    start = _STARTS.setdefault(policy, [weight.detach().clone() for weight in policy.trainable_parameters()])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight, first in zip(policy.trainable_parameters(), start, strict=True):
+            weight.copy_(first + 0.05 * torch.randn(first.shape, generator=generator))
+
+
+_STARTS: WeakKeyDictionary[QwenVL, list[torch.Tensor]] = WeakKeyDictionary()
 
 
 def prompts(policy: QwenVL) -> list[Encoded]:
