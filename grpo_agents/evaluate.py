@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from grpo_agents.config import EvaluateConfig, TrainConfig
-from grpo_agents.errors import GrpoAgentsError
+from grpo_agents.errors import ConfigError, GrpoAgentsError
 from grpo_agents.run.checkpoint import RunFolder
-from grpo_agents.run.command import run_command
+from grpo_agents.run.command import draw_without_display, run_command
 from grpo_agents.run.config import load_yaml, parse
 from grpo_agents.run.progress import result_table
 from grpo_agents.run.seeding import SeedPanels, Streams
@@ -28,14 +28,17 @@ def main(argv: list[str]) -> int:
     config = parse(EvaluateConfig, argv, prog="python -m grpo_agents.evaluate", summary=__doc__ or "")
     folder = RunFolder.open(config.run)
     trained = load_yaml(TrainConfig, folder.config)
+    row, adapter = _adapter(folder, config.adapter)
+    if config.render != "human":
+        draw_without_display()
     from grpo_agents.agent import Agent
 
-    agent = Agent.build(trained.env, trained.policy, config.sampler, adapter=_adapter(folder, config.adapter))
+    agent = Agent.build(trained.env, trained.policy, config.sampler, adapter=adapter)
     count = config.episodes or (trained.episodes if config.render == "none" else 1)
     seeds = SeedPanels(trained.seed).held_out(count)
     returns, seconds = _play(agent, config, folder, seeds, trained.seed)
     rows: dict[str, Any] = dict(folder.read_json("baselines.json") or {})
-    rows = {name: summarize(values) for name, values in rows.items()} | {"trained": summarize(returns)}
+    rows = {name: summarize(values) for name, values in rows.items()} | {row: summarize(returns)}
     console = Console()
     console.print(result_table(rows))
     latency = latency_summary(seconds)
@@ -46,11 +49,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _adapter(folder: RunFolder, which: str) -> Path | None:
-    checkpoints = folder.checkpoints()
+def _adapter(folder: RunFolder, which: str) -> tuple[str, Path]:
+    """The row of the table that an adapter fills, and its folder.
+
+    Raises:
+        ConfigError: the run has saved nothing yet.
+    """
     if which == "best" and folder.best.is_dir():
-        return folder.best
-    return checkpoints[-1][1] / "adapter" if checkpoints else None
+        return "trained", folder.best
+    checkpoints = folder.checkpoints()
+    if not checkpoints:
+        raise ConfigError([f"run={folder.path} has no checkpoint yet; train it first: resume={folder.path}"])
+    update, newest = checkpoints[-1]
+    return "trained" if update else "untrained", newest / "adapter"
 
 
 def _play(

@@ -95,3 +95,16 @@ def test_what_is_no_run_and_what_is_no_setting_are_refused(tmp_path: Path, capsy
     error = capsys.readouterr().err
     for words in ("did you mean 'run'?", "render=viedo: must be none | human | video | terminal", "run=... must be"):
         assert words in error
+
+
+def test_a_run_without_updates_shows_the_untrained_model_as_such(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fresh = tmp_path / "runs" / "fresh"
+    shutil.copytree(run, fresh, ignore=shutil.ignore_patterns("best", "checkpoints"))
+    assert evaluate_here(tmp_path, "run=runs/fresh") == 2
+    assert "run=runs/fresh has no checkpoint yet; train it first: resume=runs/fresh" in capsys.readouterr().err
+    (newest,) = sorted((run / "checkpoints").glob("update_*"))[-1:]
+    shutil.copytree(newest, fresh / "checkpoints" / "update_000000")
+    assert evaluate_here(tmp_path, "run=runs/fresh", "episodes=1") == 0
+    assert "trained " not in capsys.readouterr().out.replace("untrained ", "")

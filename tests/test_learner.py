@@ -239,7 +239,6 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_no_trace_in_the_weights
     error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Limited, "error", staticmethod(error))
-    # A batch of long replies may fail after batches of short ones have left their gradients.
     table = TablePolicy.random(24).start
     settings: dict[str, Any] = {"minibatch": 8, "epochs": 2, "loss": LossConfig(beta=0.1, entropy=0.01)}
     weights = {}
@@ -257,6 +256,25 @@ def test_out_of_memory_halves_the_micro_batch_and_leaves_no_trace_in_the_weights
     # Adam divides by the size of the gradient: in other sums, rounding errors of 1e-7 of it are 1e-7 of a step.
     torch.testing.assert_close(weights["limited"], weights["whole"], rtol=0, atol=1e-5)
     assert float((weights["whole"] - table).abs().max()) > 0.1
+
+
+def test_out_of_memory_in_the_middle_of_a_minibatch_leaves_no_gradient_behind() -> None:
+    class Failing(TablePolicy):
+        """Has no memory for the third batch that it is trained on."""
+
+        def forward(self, batch: Any, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+            result = super().forward(batch, temperature)
+            if torch.is_grad_enabled() and len(self.trained) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return result
+
+    gradients = []
+    for kind, micro_batch in ((Failing, 2), (TablePolicy, 1)):
+        policy = kind.random(8)
+        learner = make_learner(policy, minibatch=8, micro_batch=micro_batch)
+        gradients.append(gradient(learner, replies(policy, 8))[0])
+        assert learner.micro_batch == 1
+    assert torch.equal(*gradients)
 
 
 def test_out_of_memory_for_a_single_step_comes_through() -> None:

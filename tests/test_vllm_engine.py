@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doors import TINY, command
-from models import FAMILIES, Family, game_prompt, load, random_frames, stirred
+from models import FAMILIES, Family, game_prompt, load, random_frames
 from vllm_models import largest_difference, moved, play, requests, save_checkpoint
 
 from grpo_agents.config import SamplerConfig
@@ -52,7 +52,9 @@ def engine(policy: QwenVL) -> Iterator[VllmSampler]:
 @pytest.fixture(scope="module")
 def adapted(folder: Path) -> Iterator[VllmSampler]:
     """Samples for a policy with a LoRA adapter that has been trained."""
-    yield from engine(stirred(load(folder)))
+    policy = load(folder)
+    moved(policy, seed=99)
+    yield from engine(policy)
 
 
 @pytest.fixture(scope="module")
@@ -195,14 +197,16 @@ def test_the_canary_finds_a_stale_prefix_cache(full: VllmSampler, monkeypatch: p
 
 
 def test_an_adapter_in_the_vision_tower_is_merged_into_the_weights(folder: Path) -> None:
-    policy = stirred(load(folder, vision="trained"))
+    policy = load(folder, vision="trained")
+    moved(policy, seed=99)
     asked = requests(policy, True)
     for sampler in engine(policy):
         assert largest_difference(policy, asked, play(sampler, asked)) < CLOSE
 
 
-def test_training_on_cartpole_through_vllm(folder: Path, tmp_path: Path) -> None:
-    words = ["sampler=vllm", f"policy={folder}", "updates=1", "name=run", "trackers=[]"]
+def test_training_on_cartpole_through_vllm(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", "qwen3_vl")
+    words = ["sampler=vllm", f"policy={tmp_path / 'model'}", "updates=1", "name=run", "trackers=[]"]
     done = command("train", *TINY, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines: list[dict[str, Any]] = [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from doors import environment
-from models import FAMILIES, Family, load, stirred
+from models import FAMILIES, Family, load
 from vllm_models import largest_difference, moved, play, requests, save_checkpoint
 
 from grpo_agents.config import SamplerConfig
@@ -67,7 +67,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def sampler(served: Served) -> Iterator[VllmServerSampler]:
     """A client whose first sync waits for the server to have started."""
-    policy = stirred(load(served.model))
+    policy = load(served.model)
+    moved(policy, seed=99)
     client = VllmServerSampler(policy, SamplerConfig(name="vllm-server", url=[served.url], patience=1200.0))
     client.sync(0)
     yield client

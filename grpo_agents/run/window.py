@@ -40,9 +40,7 @@ class WindowViewer(Viewer):
         sleep: Callable[[float], None] = time.sleep,
     ):
         _check_display(allow_dummy)
-        self._pygame = require(
-            "pygame", "classic-control", "render=human (it comes with gymnasium[classic-control], a base dependency)"
-        )
+        self._pygame = require("pygame", None, "render=human")
         self._allow_dummy = allow_dummy
         self._pace = Pace(fps, clock, sleep)
         self._screen: Any = None
