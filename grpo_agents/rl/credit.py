@@ -25,12 +25,11 @@ from grpo_agents.rl.starts import ended_badly
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """One reply and the advantage it is trained with. `live` is False for padding, which trains nothing."""
+    """One reply and the advantage it is trained with."""
 
     encoded: Encoded
     sample: Sample
     advantage: float
-    live: bool = True
 
 
 @dataclass(frozen=True, eq=False)

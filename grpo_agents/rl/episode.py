@@ -264,11 +264,6 @@ class Episode:
         """Undiscounted sum of the environment's rewards."""
         return float(self.rewards.sum())
 
-    @property
-    def failed(self) -> bool:
-        """Ended by the environment itself, as opposed to by a limit of time or by a fault."""
-        return self.end is EndReason.TERMINATED
-
     def __len__(self) -> int:
         return len(self.steps)
 
