@@ -39,13 +39,20 @@ QUESTIONS = {
     "came": (0, "before", 9, 0.6),
     "pole": (2, "now", 9, 0.05),
     "leaned": (2, "before", 9, 0.05),
-    "drift": (0, "change", 5, 0.5),
-    "swing": (2, "change", 5, 0.5),
+    "drift": (0, "change", 9, 0.3),
+    "swing": (2, "change", 9, 0.3),
 }
+# Asked for its move, the model is to have all of this in mind at once. So most replies to the game's question are remarks,
+# one letter about each of these in random order. The letters are those of a blurred value: the likelihoods of bins under
+# Gaussian noise are linear in the value before the softmax, so the value itself has to be in the hidden state.
+REMARKS = {"cart": "ABCDEFGHI", "pole": "JKLMNOPQR", "drift": "abcdefghi", "swing": "jklmnopqr"}
+BLUR = 0.75
+"""Standard deviation of a remark's noise, in bins."""
 WORDS = """
 user assistant system Describe cart came pole leaned drift swing Move Which action What Where How now before? left right up
 down stay jump fire noop yes no true false north south east west open close take drop look wait push pull
 A pole stands on a cart. Keep the pole up and the cart on the track. Push left or right. A B C D E F G H I J K L M N O P Q R
+a b c d e f g h i j k l m n o p q r
 This is a game. Choose the next action. The paddle keeps the ball in play and breaks the bricks. Answer with one word.
 Tools: Call one with {"name": ..., "arguments": ...} name arguments type function parameters properties string number
 integer object required description result error answer question calculator expression lookup table query booking city date
@@ -60,11 +67,16 @@ def corpus() -> list[str]:
     return ([WORDS] * 8 + described * 4 + numbers) * 4
 
 
-def answer(question: str, states: dict[str, np.ndarray]) -> str:
-    """The letter of a question's bin: A for the most negative values, the middle letter for zero."""
+def answer(question: str, states: dict[str, np.ndarray], letters: str = "ABCDEFGHI", noise: float = 0.0) -> str:
+    """The letter of a question's bin: the first for the most negative values, the middle one for zero."""
     column, when, bins, width = QUESTIONS[question]
-    index = int(np.clip(np.floor(states[when][column] / width + bins / 2), 0, bins - 1))
-    return "ABCDEFGHI"[index]
+    index = int(np.clip(np.floor(states[when][column] / width + noise + bins / 2), 0, bins - 1))
+    return letters[index]
+
+
+def remarks(states: dict[str, np.ndarray], rng: np.random.Generator) -> str:
+    """One letter about each of `REMARKS`, in random order."""
+    return " ".join(answer(str(q), states, REMARKS[q], rng.normal(0, BLUR)) for q in rng.permutation(list(REMARKS)))
 
 
 def random_state(rng: np.random.Generator) -> np.ndarray:
@@ -99,16 +111,18 @@ def write_chats(folder: Path, count: int, seed: int) -> Path:
             Image.fromarray(frame.pixels).save(folder / name, compress_level=1)
         words = rng.permutation(list(QUESTIONS))
         question, reply = f"{words[0]}?", answer(words[0], states)
-        if rng.random() < 1 / 3:
-            question, reply = game.question, str(rng.choice(game.actions))
+        if rng.random() < 1 / 2:
+            question = game.question
+            reply = remarks(states, rng) if rng.random() < 0.8 else str(rng.choice(game.actions))
         video = {"type": "video", "video": names, "fps": 50 / STRIDE}
         rules = [{"type": "text", "text": game.rules}] if rng.random() < 0.5 or question == game.question else []
         chat = [
             {"role": "user", "content": [*rules, video, {"type": "text", "text": question}]},
             {"role": "assistant", "content": reply},
-            {"role": "user", "content": "Describe"},
-            {"role": "assistant", "content": " ".join(f"{word} {answer(word, states)}" for word in words)},
         ]
+        if question != game.question:
+            described = " ".join(f"{word} {answer(word, states)}" for word in words)
+            chat += [{"role": "user", "content": "Describe"}, {"role": "assistant", "content": described}]
         lines.append(json.dumps({"messages": chat}))
     env.close()
     path = folder / "chats.jsonl"

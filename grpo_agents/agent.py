@@ -10,6 +10,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from grpo_agents.config import EnvConfig, PolicyConfig, SamplerConfig
 from grpo_agents.envs import snapshot
@@ -22,7 +23,7 @@ from grpo_agents.policies.qwen_vl import QwenVL
 from grpo_agents.policies.sampler import Sampler, SampleRequest
 from grpo_agents.policies.sequences import TokenBatch, TokenSequence, collate
 from grpo_agents.rl.credit import TrainingStep
-from grpo_agents.rl.episode import Encoded, EndReason, Episode, Sample
+from grpo_agents.rl.episode import Encoded, EndReason, Episode, Sample, Step
 from grpo_agents.rl.rollout import Play, Rollouts
 from grpo_agents.rl.starts import Start
 
@@ -105,6 +106,10 @@ class Agent:
         """Training steps as one batch of the policy. Features kept from play serve while the vision tower is frozen."""
         sequences = [TokenSequence.of_sample(step.encoded, step.sample) for step in steps]
         return collate(sequences, self.policy.pad_id, self.policy.device)
+
+    def observe(self, steps: Sequence[Step]) -> NDArray[np.float32]:
+        """What the vision tower sees at each step, (N, F): see `QwenVL.observations`."""
+        return self.policy.observations([s.encoded for s in steps], [s.sample.features for s in steps])
 
     def greedy_episodes(self, rollouts: Rollouts, seeds: Sequence[int], at_once: int = 64) -> list[Episode]:
         """One greedy episode from the reset of each seed.

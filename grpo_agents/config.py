@@ -143,11 +143,16 @@ class GroupConfig(Section):
         "where the environment can be saved and restored",
     )
     restart: RestartConfig = Field(default_factory=RestartConfig)
-    advantage: Literal["return_to_go", "episode"] = Field("return_to_go", description="how credit is given to steps")
-    gamma: float = Field(0.985, gt=0.0, le=1.0, description="discount of return_to_go")
+    advantage: Literal["gae", "return_to_go", "episode"] = Field(
+        "return_to_go",
+        description="how credit is given to steps: gae, against values fitted to the other groups; return_to_go, against "
+        "the other members at the same step; episode, the textbook's one number for a whole episode",
+    )
+    gamma: float = Field(0.995, gt=0.0, le=1.0, description="discount of gae and return_to_go")
+    gae_lambda: float = Field(0.95, ge=0.0, le=1.0, description="0 trusts the values alone, 1 the outcomes alone")
     normalize: Literal["batch", "group", "none"] | None = Field(
         None,
-        description="divide by the standard deviation of batch or group; default: batch for return_to_go, else group",
+        description="divide by the standard deviation of batch or group; default: group for episode, else batch",
     )
 
 

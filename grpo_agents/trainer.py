@@ -23,7 +23,7 @@ from grpo_agents.errors import GrpoAgentsError
 from grpo_agents.rewards import resolve_rewards, score
 from grpo_agents.rl.credit import Credit, TrainingStep
 from grpo_agents.rl.episode import EndReason, Episode, Group
-from grpo_agents.rl.episode_metrics import episode_metrics, flat_metrics
+from grpo_agents.rl.episode_metrics import credit_metrics, episode_metrics
 from grpo_agents.rl.learner import Learner, learning_rate
 from grpo_agents.rl.processes import all_episodes, credit_of_all, everyone, on_cpu
 from grpo_agents.rl.record_check import check_groups
@@ -214,7 +214,7 @@ class Trainer:
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Compare the members of each group."""
-        return credit_of_all(groups, self.config.group)
+        return credit_of_all(groups, self.config.group, self.agent.observe)
 
     def update(self, credit: Credit) -> dict[str, Any]:
         """Train on the compared steps."""
@@ -271,7 +271,7 @@ class Trainer:
         self.state.wall_s += time.perf_counter() - self._began
         self._began = time.perf_counter()
         described = {"update": self.state.update, "env_steps": self.state.env_steps}
-        metrics |= described | episode_metrics(episodes) | flat_metrics(credit)
+        metrics |= described | episode_metrics(episodes) | credit_metrics(credit)
         metrics |= {"faults": faults, "restart_pool": len(self.pool), "canary": self._canary, **self._retries}
         metrics |= {f"time/{name}": seconds for name, seconds in self._clock.items()}
         metrics["time/steps_per_second"] = steps / max(self._clock["play"] + self._clock["update"], 1e-9)

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,6 +29,8 @@ from grpo_agents.policies.vision import vision_features
 from grpo_agents.rl.episode import Encoded
 
 PrefixCache = list[tuple[Tensor, Tensor]]
+_AT_ONCE = 256
+"""Prompts whose pictures go through the vision tower together."""
 
 
 class QwenVL(nn.Module):
@@ -189,6 +193,30 @@ class QwenVL(nn.Module):
                 pieces[row][column] = feature
         return [torch.cat(parts, dim=1) for parts in pieces]
 
+    @torch.no_grad()
+    def observations(self, prompts: Sequence[Encoded], features: Sequence[Tensor | None]) -> NDArray[np.float32]:
+        """What the vision tower sees in each prompt, summed up in a row of numbers.
+
+        Args:
+            prompts: N prompts.
+            features: their vision features as `vision` gives them; None where they have to be computed.
+
+        Returns:
+            (N, F), F = 2 * (1 + D) * hidden: the features' mean over all pictures, and over the newest picture or temporal
+            patch alone. Rows of prompts without pictures are 0, and F is 0 where no prompt has one.
+        """
+        rows: list[NDArray[np.float32] | None] = []
+        for begin in range(0, len(prompts), _AT_ONCE):
+            part = slice(begin, begin + _AT_ONCE)
+            known = list(features[part])
+            missing = [i for i, feature in enumerate(known) if feature is None and prompts[begin + i].visuals]
+            for i, feature in zip(missing, self.vision([prompts[begin + i] for i in missing]), strict=True):
+                known[i] = feature
+            rows += [_summary(prompt, feature) for prompt, feature in zip(prompts[part], known, strict=True)]
+        width = next((len(row) for row in rows if row is not None), 0)
+        blank = np.zeros(width, dtype=np.float32)
+        return np.stack([blank if row is None else row for row in rows])
+
     def prefix_cache(self, batch: TokenBatch) -> PrefixCache | None:
         """Keys and values of the batch's shared prefix, (1, heads, P, d) for each layer; None when there is no prefix."""
         if not len(batch.prefix_ids):
@@ -313,6 +341,15 @@ class QwenVL(nn.Module):
             set_peft_model_state_dict(self.model, weights)
         else:
             self.core.load_state_dict(weights)
+
+
+def _summary(prompt: Encoded, features: Tensor | None) -> NDArray[np.float32] | None:
+    if features is None or not prompt.visuals:
+        return None
+    newest = prompt.layout.spans[-1]
+    tokens = features.float().cpu().numpy()
+    last = tokens[:, -newest.count // newest.grid[0] :]
+    return np.concatenate([tokens.mean(axis=1).ravel(), last.mean(axis=1).ravel()])
 
 
 def token_logprobs(logits: Tensor, batch: TokenBatch, temperature: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from worlds import episode_of
 from grpo_agents.config import GroupConfig
 from grpo_agents.rl.credit import assign_credit
 from grpo_agents.rl.episode import EndReason, Episode, Group
-from grpo_agents.rl.episode_metrics import episode_metrics, flat_metrics
+from grpo_agents.rl.episode_metrics import credit_metrics, episode_metrics
 
 TERMINATED, TRUNCATED, STOPPED = EndReason.TERMINATED, EndReason.TRUNCATED, EndReason.STOPPED
 
@@ -134,7 +134,7 @@ def test_a_group_without_a_signal_is_counted_with_its_cause(
 ) -> None:
     flat = [episode_of(rewards, end, member=m) for m, (rewards, end) in enumerate(members)]
     credit = assign_credit([Group(flat), Group(a_fall_and_a_limit(TERMINATED))], settings(advantage))
-    assert flat_metrics(credit) == {"groups/flat": 0.5, f"groups/{cause}": 1}
+    assert credit_metrics(credit) == {"groups/flat": 0.5, f"groups/{cause}": 1}
     assert [step.advantage for step in credit.steps[:4]] == [0.0] * 4
 
 

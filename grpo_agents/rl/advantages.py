@@ -1,10 +1,12 @@
 """Advantages: how much better a member of a group, or one of its steps, did than the others from the same start.
 
-Pure functions on numpy arrays in float64. Two estimators:
+Pure functions on numpy arrays in float64. Three estimators:
 
 - `episode_advantages`: one number for each episode, its return against the group's (GRPO, arXiv 2402.03300).
 - `return_to_go_advantages`: one number for each step, its discounted return-to-go against the other members' at the
   same step.
+- `gae_advantages`: one number for each step, how much better things went than its value foretold (generalised advantage
+  estimation, arXiv 1506.02438).
 
 An estimator takes what is known of one group and returns one entry for each member; scaling over a whole batch is
 `scale_by_std`, whatever the estimator. One that compares steps by what was seen there instead of by their index, as
@@ -111,6 +113,31 @@ def return_to_go_advantages(rewards: Sequence[Array], bootstraps: Sequence[float
         others_GT = (values_GT.sum(axis=0, keepdims=True) - values_GT) / (group_size - 1)
         values_GT = values_GT - others_GT
     return [values_GT[member, : len(rewards_T)] for member, rewards_T in enumerate(rewards)]
+
+
+def gae_advantages(rewards_T: Array, values_T: Array, gamma: float, gae_lambda: float, *, terminated: bool) -> Array:
+    """Generalised advantage estimates (Schulman et al., arXiv 1506.02438) of one episode's steps.
+
+    Args:
+        rewards_T: (T,) reward of each step.
+        values_T: (T,) value of each step's observation.
+        gamma: discount for each step, in (0, 1].
+        gae_lambda: weight of later surprises, in [0, 1]. 0 trusts the values alone; 1 trusts the outcome, less its value.
+        terminated: whether the episode came to its end, after which nothing is earned. Where a limit cut it, the value of
+            its last observation stands for that of the one after it.
+
+    Returns:
+        (T,) with entry t = surprise t + gamma * gae_lambda * entry t + 1, and surprise t = reward t + gamma * value t + 1
+        - value t.
+    """
+    following = np.append(values_T[1:], 0.0 if terminated else values_T[-1:])
+    surprises = rewards_T + gamma * following - values_T
+    result = np.empty(len(rewards_T), dtype=np.float64)
+    advantage = 0.0
+    for t in range(len(rewards_T) - 1, -1, -1):
+        advantage = surprises[t] + gamma * gae_lambda * advantage
+        result[t] = advantage
+    return result
 
 
 def scale_by_std(advantages: Sequence[Array], eps: float = 1e-6) -> list[Array]:

@@ -14,6 +14,7 @@ from grpo_agents.config import GroupConfig
 from grpo_agents.rl.advantages import (
     episode_advantages,
     flat_group_cause,
+    gae_advantages,
     limit_bootstrap,
     return_to_go_advantages,
     returns_to_go,
@@ -40,11 +41,13 @@ class Credit:
         steps: every step of every gradable episode, in order.
         flat: causes of the groups without a signal, and how many groups had each.
         groups: number of groups compared.
+        explained_variance: share of the variance of the returns-to-go that the values foretold; None without values.
     """
 
     steps: list[TrainingStep]
     flat: Counter[str]
     groups: int
+    explained_variance: float | None = None
 
     @property
     def flat_share(self) -> float:
@@ -54,14 +57,15 @@ class Credit:
 def assign_credit(groups: Sequence[Group], config: GroupConfig) -> Credit:
     """Compare the members of each group and give every step its advantage.
 
-    Members that could not be graded are left out. See `grpo_agents.rl.advantages` for the formulas.
+    Members that could not be graded are left out. See `grpo_agents.rl.advantages` for the formulas. The `gae` advantage
+    needs the episodes' values (`grpo_agents.rl.processes.credit_of_all` estimates them).
     """
     flat: Counter[str] = Counter()
     members: list[list[Episode]] = []
     advantages: list[list[NDArray[np.float64]]] = []
     for group in groups:
-        graded = [episode for episode in group.episodes if episode.step_rewards is not None and len(episode)]
-        if len(graded) < 2:
+        graded = comparable(group)
+        if not graded:
             flat["ungraded"] += 1
             continue
         by_episode, cause = _compare(graded, config)
@@ -79,6 +83,23 @@ def assign_credit(groups: Sequence[Group], config: GroupConfig) -> Credit:
     return Credit(steps, flat, len(groups))
 
 
+def comparable(group: Group) -> list[Episode]:
+    """The members that could be graded; none where they are fewer than two."""
+    graded = [episode for episode in group.episodes if episode.step_rewards is not None and len(episode)]
+    return graded if len(graded) > 1 else []
+
+
+def outcomes(episode: Episode, gamma: float) -> NDArray[np.float64]:
+    """Discounted return-to-go of each step of a graded episode, (T,); what a limit cut off is made up for."""
+    assert episode.step_rewards is not None
+    return returns_to_go(episode.step_rewards, gamma, _bootstrap(episode, gamma))
+
+
+def _bootstrap(episode: Episode, gamma: float) -> float:
+    assert episode.step_rewards is not None
+    return 0.0 if episode.end is EndReason.TERMINATED else limit_bootstrap(episode.step_rewards, gamma)
+
+
 def _compare(episodes: list[Episode], config: GroupConfig) -> tuple[list[NDArray[np.float64]], str | None]:
     rewards = [episode.step_rewards for episode in episodes if episode.step_rewards is not None]
     failed = np.array([ended_badly(episode) for episode in episodes])
@@ -88,21 +109,31 @@ def _compare(episodes: list[Episode], config: GroupConfig) -> tuple[list[NDArray
         by_member = episode_advantages(returns, normalize_std=config.normalize in (None, "group"))
         by_episode = [np.full(len(r), a) for r, a in zip(rewards, by_member, strict=True)]
         return by_episode, flat_group_cause(returns, failed, invalid)
-    bootstraps = [
-        0.0 if episode.end is EndReason.TERMINATED else limit_bootstrap(r, config.gamma)
-        for episode, r in zip(episodes, rewards, strict=True)
-    ]
-    outcomes = np.array([returns_to_go(r, config.gamma, b)[0] for r, b in zip(rewards, bootstraps, strict=True)])
-    by_episode = return_to_go_advantages(rewards, bootstraps, config.gamma)
-    return by_episode, flat_group_cause(outcomes, failed, invalid)
+    if config.advantage == "gae":
+        by_episode = [_surprises(episode, config) for episode in episodes]
+    else:
+        by_episode = return_to_go_advantages(rewards, [_bootstrap(e, config.gamma) for e in episodes], config.gamma)
+    firsts = np.array([outcomes(episode, config.gamma)[0] for episode in episodes])
+    return by_episode, flat_group_cause(firsts, failed, invalid)
+
+
+def _surprises(episode: Episode, config: GroupConfig) -> NDArray[np.float64]:
+    assert episode.step_rewards is not None and episode.values is not None
+    terminated = episode.end is EndReason.TERMINATED
+    return gae_advantages(episode.step_rewards, episode.values, config.gamma, config.gae_lambda, terminated=terminated)
+
+
+def scale_of(config: GroupConfig) -> str:
+    """What advantages are divided by the standard deviation of: "batch", "group" or "none"."""
+    return config.normalize or ("group" if config.advantage == "episode" else "batch")
 
 
 def _normalize(advantages: list[list[NDArray[np.float64]]], config: GroupConfig) -> list[list[NDArray[np.float64]]]:
-    scope = config.normalize or ("batch" if config.advantage == "return_to_go" else "group")
+    scope = scale_of(config)
     if scope == "batch":
         flat = scale_by_std([values for group in advantages for values in group])
         rest = iter(flat)
         return [list(islice(rest, len(group))) for group in advantages]
-    if scope == "group" and config.advantage == "return_to_go":
+    if scope == "group" and config.advantage != "episode":
         return [list(scale_by_std(group)) for group in advantages]
     return advantages

@@ -242,6 +242,7 @@ class Episode:
         member: index within its group.
         scores: total of each named reward; None where it could not grade.
         step_rewards: float64 (T,), the weighted sum of the named rewards by step; None until graded, or ungradable.
+        values: float64 (T,), what each step's observation is worth; None where the advantage does not need it.
         fault: traceback of a fault.
     """
 
@@ -252,6 +253,7 @@ class Episode:
     member: int = 0
     scores: dict[str, float | None] = field(default_factory=dict)
     step_rewards: NDArray[np.float64] | None = None
+    values: NDArray[np.float64] | None = None
     fault: str | None = None
 
     @property

@@ -38,6 +38,10 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, Any]:
     return metrics
 
 
-def flat_metrics(credit: Credit) -> dict[str, Any]:
-    """The share of groups without a signal, and the count of each cause."""
-    return {"groups/flat": credit.flat_share} | {f"groups/{cause}": n for cause, n in sorted(credit.flat.items())}
+def credit_metrics(credit: Credit) -> dict[str, Any]:
+    """The share of groups without a signal, the count of each cause, and what the values explain where there are some."""
+    metrics: dict[str, Any] = {"groups/flat": credit.flat_share}
+    metrics |= {f"groups/{cause}": n for cause, n in sorted(credit.flat.items())}
+    if credit.explained_variance is not None:
+        metrics["value/explained_variance"] = credit.explained_variance
+    return metrics

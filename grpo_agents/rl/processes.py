@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from numpy.typing import NDArray
 
 from grpo_agents.config import GroupConfig
 from grpo_agents.errors import ConfigError
 from grpo_agents.rl.advantages import scale_by_std
-from grpo_agents.rl.credit import Credit, assign_credit
+from grpo_agents.rl.credit import Credit, assign_credit, comparable, outcomes, scale_of
 from grpo_agents.rl.episode import Episode, Group, Step
+from grpo_agents.rl.values import cross_fitted_values, explained_variance
 
 T = TypeVar("T")
+Observe = Callable[[Sequence[Step]], NDArray[np.floating]]
+"""Gives what is seen at each step, (N, F)."""
 
 
 def on_cpu(device: str | None) -> bool:
@@ -79,12 +84,26 @@ def _outline(episode: Episode) -> Episode:
     return replace(episode, steps=[outline(step) for step in episode.steps])
 
 
-def credit_of_all(groups: Sequence[Group], config: GroupConfig) -> Credit:
-    """`assign_credit` to this process's groups, with advantages scaled by the batch of all processes where that is the
-    scale; flat groups are those of all processes."""
+def credit_of_all(groups: Sequence[Group], config: GroupConfig, observe: Observe | None = None) -> Credit:
+    """`assign_credit` to this process's groups, as if it were done to those of all processes together.
+
+    Args:
+        groups: this process's graded groups.
+        config: how to compare them.
+        observe: what is seen at each step, as float numbers (N, F); needed for the `gae` advantage, whose values are
+            estimated from it and kept in the episodes.
+
+    Returns:
+        This process's steps; advantages are scaled by the batch of all processes where that is the scale, and counts of
+        groups are those of all.
+    """
+    explained = None
+    if config.advantage == "gae":
+        assert observe is not None, "the gae advantage needs observations"
+        explained = _estimate_values(groups, config, observe)
+    scope = scale_of(config)
     if PartialState().num_processes == 1:
-        return assign_credit(groups, config)
-    scope = config.normalize or ("batch" if config.advantage == "return_to_go" else "group")
+        return replace(assign_credit(groups, config), explained_variance=explained)
     own = assign_credit(groups, config.model_copy(update={"normalize": "none"}) if scope == "batch" else config)
     steps = own.steps
     if scope == "batch":
@@ -92,4 +111,37 @@ def credit_of_all(groups: Sequence[Group], config: GroupConfig) -> Credit:
         scaled = scale_by_std(everyone(raw))[PartialState().process_index]
         steps = [replace(step, advantage=float(advantage)) for step, advantage in zip(steps, scaled, strict=True)]
     counts = everyone((own.flat, own.groups))
-    return Credit(steps, sum((flat for flat, _ in counts), Counter()), sum(number for _, number in counts))
+    flat = sum((flat for flat, _ in counts), Counter())
+    return Credit(steps, flat, sum(number for _, number in counts), explained)
+
+
+def _estimate_values(groups: Sequence[Group], config: GroupConfig, observe: Observe) -> float:
+    """Set the values of all episodes that are compared, and say how much of their returns the values explain.
+
+    A group is judged by the other groups of all processes. Where there is one group alone, an episode is judged by the
+    other members.
+    """
+    compared = [comparable(group) for group in groups]
+    episodes = [episode for members in compared for episode in members]
+    steps = [step for episode in episodes for step in episode.steps]
+    rank = PartialState().process_index
+    labels = [
+        (rank, g, m) for g, members in enumerate(compared) for m, episode in enumerate(members) for _ in episode.steps
+    ]
+    own = (
+        observe(steps) if steps else None,
+        np.concatenate([np.empty(0), *(outcomes(episode, config.gamma) for episode in episodes)]),
+        np.array(labels, dtype=np.int64).reshape(-1, 3),
+    )
+    parts = [part for part in everyone(own) if part[0] is not None]
+    if not parts:
+        return float("nan")
+    observations, returns, labelled = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    _, folds = np.unique(labelled[:, :2], axis=0, return_inverse=True)
+    if not folds.any():  # one group
+        folds = labelled[:, 2]
+    values = cross_fitted_values(observations, returns, folds)
+    mine = iter(values[labelled[:, 0] == rank])
+    for episode in episodes:
+        episode.values = np.fromiter(islice(mine, len(episode)), dtype=np.float64)
+    return explained_variance(values, returns)
