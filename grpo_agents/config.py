@@ -144,7 +144,7 @@ class GroupConfig(Section):
     )
     restart: RestartConfig = Field(default_factory=RestartConfig)
     advantage: Literal["gae", "return_to_go", "episode"] = Field(
-        "return_to_go",
+        "gae",
         description="how credit is given to steps: gae, against values fitted to the other groups; return_to_go, against "
         "the other members at the same step; episode, the textbook's one number for a whole episode",
     )
@@ -182,7 +182,7 @@ class EvalConfig(Section):
     confirm: NonNegativeInt = Field(
         64,
         description="more validation seeds, played when the mean meets the threshold and the lower end of its interval does "
-        "not; the run stops if all together meet it",
+        "not; the run stops where that end meets it over all of them. 0: a mean that meets it is enough",
     )
 
 
@@ -211,7 +211,7 @@ class TrainConfig(Section):
     name: str | None = Field(None, description="folder under runs/; default: environment, seed and time")
     seed: NonNegativeInt = Field(0, description="root of every random stream")
     updates: NonNegativeInt | None = Field(None, description="stop after this many updates in all; 0: only evaluate")
-    env_steps: PositiveInt = Field(150_000, description="stop once this many training steps were played")
+    env_steps: PositiveInt = Field(100_000, description="stop once this many training steps were played")
     episodes: PositiveInt = Field(100, description="held-out episodes behind each row of the final table")
     resume: str | None = Field(None, description="run folder to go on from")
     experiment: str | None = Field(None, description="YAML file of settings, laid under those of the command line")
