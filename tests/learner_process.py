@@ -7,7 +7,7 @@ Writes what it holds after each case of `CASES`, and what it knows of the groups
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from numpy.typing import NDArray
 from table_policy import TablePolicy, make_learner, replies
 from torch import Tensor, nn
 from worlds import episode_of
 
 from grpo_agents.config import GroupConfig, LossConfig
 from grpo_agents.rl.credit import TrainingStep
-from grpo_agents.rl.episode import EndReason, Episode, Group
+from grpo_agents.rl.episode import EndReason, Episode, Group, Step
 from grpo_agents.rl.losses import LOSSES
 from grpo_agents.rl.processes import all_episodes, credit_of_all
 
@@ -115,7 +116,7 @@ def run(case: Case, rank: int | None) -> dict[str, Any]:
 
 COMPARISONS = {
     f"{advantage}, {scale}": GroupConfig(advantage=advantage, normalize=scale)  # type: ignore[arg-type]
-    for advantage in ("return_to_go", "episode")
+    for advantage in ("gae", "return_to_go", "episode")
     for scale in ("batch", "group", "none")
 }
 COUNTS = (5, 1)
@@ -133,12 +134,18 @@ def groups(count: int) -> list[Group]:
     return [Group([episode(group) for _ in range(3)]) for group in range(count)]
 
 
+def seen(steps: Sequence[Step]) -> NDArray[np.float64]:
+    """Two numbers that tell something of a step: its reward, and the square of it."""
+    rewards = np.array([step.reward for step in steps])
+    return np.stack([rewards, rewards**2], axis=1)
+
+
 def compare(rank: int) -> dict[str, Any]:
     """Advantages, flat groups and number of groups for each comparison and count; the returns of all episodes."""
     known: dict[str, Any] = {}
     for name, config in COMPARISONS.items():
         for count in COUNTS:
-            credit = credit_of_all(groups(count)[rank::2], config)
+            credit = credit_of_all(groups(count)[rank::2], config, seen)
             advantages = [step.advantage for step in credit.steps]
             known[f"{name}, {count}"] = advantages, dict(credit.flat), credit.groups
     own = [episode for group in groups(max(COUNTS))[rank::2] for episode in group.episodes]

@@ -8,6 +8,7 @@ import pytest
 from grpo_agents.rl.advantages import (
     episode_advantages,
     flat_group_cause,
+    gae_advantages,
     limit_bootstrap,
     return_to_go_advantages,
     returns_to_go,
@@ -111,3 +112,26 @@ def test_scale_by_std_keeps_signs_and_leaves_flat_batches_alone() -> None:
 )
 def test_flat_group_cause(returns: list[float], failed: list[bool], invalid_share: float, cause: str | None) -> None:
     assert flat_group_cause(np.array(returns), np.array(failed), invalid_share) == cause
+
+
+@pytest.mark.parametrize(
+    ("terminated", "expected"),
+    [
+        # gamma 0.5, lambda 0.5. Surprises: 1 + 0.5 * 4 - 2 = 1, 1 + 0.5 * 8 - 4 = 1, and 1 - 8 = -7 at an end,
+        # 1 + 0.5 * 8 - 8 = -3 at a limit. From the end on: 1 - 7 / 4 = -0.75, 1 - 0.75 / 4; 1 - 3 / 4, 1 + 0.25 / 4.
+        (True, [0.8125, -0.75, -7.0]),
+        (False, [1.0625, 0.25, -3.0]),
+    ],
+)
+def test_gae_by_hand(terminated: bool, expected: list[float]) -> None:
+    values = np.array([2.0, 4.0, 8.0])
+    np.testing.assert_array_equal(gae_advantages(np.ones(3), values, 0.5, 0.5, terminated=terminated), expected)
+
+
+def test_gae_of_lambda_1_is_the_outcome_less_its_value_and_of_lambda_0_one_surprise() -> None:
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=9), rng.normal(size=9)
+    outcome = gae_advantages(rewards, values, 0.9, 1.0, terminated=False)
+    np.testing.assert_allclose(outcome, returns_to_go(rewards, 0.9, values[-1]) - values)
+    surprise = gae_advantages(rewards, values, 0.9, 0.0, terminated=True)
+    np.testing.assert_allclose(surprise, rewards + 0.9 * np.append(values[1:], 0.0) - values)

@@ -172,6 +172,21 @@ def test_a_picture_after_the_last_target_keeps_its_features_from_the_next_row(po
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_observations_are_means_of_the_vision_features_kept_or_computed(policy: QwenVL, kind: str) -> None:
+    encoded = [policy.encode(prompt) for prompt in prompts(kind)]
+    words = policy.encode(Prompt((Message("user", (TextPart("Move"),)),)))
+    with torch.no_grad():
+        features = [policy.vision([prompt])[0] for prompt in encoded]
+    rows = policy.observations([*encoded, words], [*features[:2], *[None] * 3])
+    for row, feature, prompt in zip(rows, features, encoded, strict=False):
+        newest = prompt.layout.spans[-1].count // prompt.layout.spans[-1].grid[0]
+        means = torch.cat([feature.mean(1).flatten(), feature[:, -newest:].mean(1).flatten()])
+        np.testing.assert_allclose(row, means.numpy(), atol=1e-5)
+    assert not rows[-1].any()
+    assert policy.observations([words], [None]).shape == (1, 0)
+
+
 def test_free_replies_and_action_words_do_not_share_a_batch(policy: QwenVL) -> None:
     free, chosen = (sequences(policy, "video", allowed=allowed)[0] for allowed in (False, True))
     with pytest.raises(ValueError, match="cannot share a batch"):
