@@ -1,6 +1,6 @@
 """Measure CartPole-v1 from frames against its baselines: `python experiments/bench_cartpole.py`.
 
-Each part is a process of its own: the default training command and two variants of it, PPO of Stable-Baselines3 on the
+Each part is a process of its own: the default training command and variants of it, PPO of Stable-Baselines3 on the
 state and on the frames (each for every seed), the sampler's throughput, and the cost of rendering. Results are kept in one
 JSON file; a part that is there is not measured again unless `again=true`. The experiment page and its picture are written
 anew after each part. What the parts print and write is in runs/bench-*.
@@ -39,6 +39,7 @@ from grpo_agents.run.metrics import MetricsLog
 ROOT = Path(__file__).resolve().parent.parent
 TRAINED: dict[str, list[str]] = {
     "default": [],
+    "return_to_go": ["group.advantage=return_to_go"],
     "episode": ["group.advantage=episode"],
     "reset": ["group.start=reset"],
 }

@@ -3,10 +3,10 @@
 1. Train a byte-level tokenizer on the words that occur in prompts and replies.
 2. Make a random Qwen3-VL of about 400,000 parameters (`grpo_agents.policies.tiny`).
 3. Render CartPole in 20,000 random states, played on with random actions.
-4. Train on chats about these frames with the general door `grpo_agents.sft`: where is the cart, how does the pole lean, where
-   were they a moment ago, how do they move. The answers are letters, A (left) to I (right). A third of the chats open as
-   a game does, with its rules and its question, and the reply is an action word drawn at random: the model learns to reply
-   with one, and nothing about which is good.
+4. Train on chats about these frames with the general door `grpo_agents.sft`. Half of them ask: where is the cart, how does
+   the pole lean, where were they a moment ago, how do they move; the answers are letters, A (left) to I (right). The other
+   half open as a game does, with its rules and its question. The reply is an action word drawn at random, or remarks on
+   what is to be seen: the model learns to reply with such a word and what to look at, and nothing about which is good.
 
 The report at the end is the share of right answers for each question on frames not trained on.
 """

@@ -195,6 +195,7 @@ def test_parts_that_are_there_are_not_measured_again() -> None:
     config = script.BenchConfig(seeds=[0, 1])
     done = {"default-0", "reset-1", "ppo-state-0", "ppo-frames-0", "ppo-frames-1", "throughput"}
     left = [["default-1", "episode-0", "episode-1", "reset-0"], ["ppo-state-1"], [], ["rendering"]]
+    done |= {"return_to_go-0", "return_to_go-1"}
     assert names(config, done) == left
     config = script.BenchConfig(seeds=[0, 1], only=["default", "ppo-state-1", "throughput"])
     assert names(config, done) == [["default-1"], ["ppo-state-1"], [], []]

@@ -16,10 +16,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from bench.results import Record
-from grpo_agents.run.plots import BLUE, DPI, GREEN, GREY, ORANGE, VERMILION
+from grpo_agents.run.plots import BLUE, DPI, GREEN, GREY, ORANGE, PURPLE, VERMILION
 
 STYLES: dict[str, tuple[str, Any, str]] = {
     "default": (BLUE, "-", "GRPO, default"),
+    "return_to_go": (PURPLE, (0, (5, 1, 1, 1, 1, 1)), "GRPO, group.advantage=return_to_go"),
     "episode": (ORANGE, "--", "GRPO, group.advantage=episode"),
     "reset": (GREEN, "-.", "GRPO, group.start=reset"),
     "ppo-frames": (VERMILION, (0, (3, 1, 1, 1)), "PPO, frames"),

@@ -13,6 +13,7 @@ NOTHING_YET = f"{BY_HAND}\n\nNothing is measured yet.\n"
 TARGET = 475.0
 TRAINED = {
     "default": "GRPO, default",
+    "return_to_go": "GRPO, `group.advantage=return_to_go`",
     "episode": "GRPO, `group.advantage=episode`",
     "reset": "GRPO, `group.start=reset`",
 }
@@ -97,10 +98,9 @@ def _grpo(parts: dict[str, Record]) -> str:
     if not rows:
         return ""
     header = ["policy", "seed", "held-out mean [95% interval]", "env steps", "wall time (min:s)", "solved", "ran"]
-    budgets = {record["env_steps"] for family in ("episode", "reset") for _, record in _of(parts, family)}
+    budgets = {record["env_steps"] for family in TRAINED for _, record in _of(parts, family)}
     budget = "".join(
-        f" The baselines have a budget of {steps:,} environment steps, over which the learning rate falls; the default run "
-        "has the command's own."
+        f" All have the default's budget of {steps:,} environment steps, over which the learning rate falls."
         for steps in sorted(budgets)
     )
     return (
@@ -108,8 +108,8 @@ def _grpo(parts: dict[str, Record]) -> str:
         + _table(header, rows)
         + "\n\nGreedy play of the adapter with the best validation, on held-out seeds that "
         "nothing else used; bootstrap intervals over episodes. Wall time is that of the whole command after the model is loaded: "
-        "training, validation and held-out play. Solved: greedy play on the validation seeds met 475, and the run stopped "
-        "there." + budget
+        "training, validation and held-out play. Solved: the interval of greedy play over all validation seeds lay at 475 or "
+        "above, and the run stopped there. Default: `group.advantage=gae group.start=restart`." + budget
     )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from grpo_agents.errors import CheckpointError
 
-BLUE, VERMILION, GREEN, ORANGE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#666666"
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#666666"
 DPI = 144
 SIZE = (7.5, 4.25)
 """Inches; with `DPI` 1080 x 612 pixels, which a README shows at about four fifths."""
