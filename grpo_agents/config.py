@@ -162,6 +162,13 @@ class LossConfig(Section):
     clip_high: PositiveFloat | None = Field(None, description="the ratio is clipped above at 1 + clip_high")
     beta: NonNegativeFloat = Field(0.0, description="weight of the KL (k3) to the model without its adapter")
     entropy: NonNegativeFloat = Field(0.02, description="weight of the entropy bonus")
+    mismatch: Literal["none", "token", "sequence"] | None = Field(
+        None,
+        description="correction where sampler and learner disagree about probabilities: token weighs each token by their "
+        "ratio, at most mismatch_cap; sequence weighs replies by theirs and drops those above; default: none for the "
+        "local sampler, else token",
+    )
+    mismatch_cap: float = Field(2.0, ge=1.0, description="largest weight of that correction")
 
 
 class LearnerConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +34,13 @@ from grpo_agents.run.metrics import MetricsLog
 from grpo_agents.run.plots import return_curve, return_histograms
 from grpo_agents.run.provenance import hardware, versions
 from grpo_agents.run.seeding import SeedPanels, Streams
+from grpo_agents.run.state import RunState
 from grpo_agents.run.statistics import summarize
 
 Played = list[list[tuple[Episode, Trail | None]]]
 
 _FAULT_SHARE = 0.5
 """Share of an update's episodes that may fail before the run stops: more is no accident but a broken environment."""
-
-
-@dataclass
-class State:
-    """What a checkpoint holds besides adapter, optimizer and restart pool.
-
-    Attributes:
-        update: updates done.
-        env_steps: training steps played.
-        starts: reset starts used, which is the index of the next training seed.
-        best_update, best_return: the update whose adapter is kept as the best, and its validation mean.
-        solved: whether validation met the threshold.
-        wall_s: seconds of training so far, over all sessions.
-    """
-
-    update: int = 0
-    env_steps: int = 0
-    starts: int = 0
-    best_update: int = 0
-    best_return: float = -np.inf
-    solved: bool = False
-    wall_s: float = 0.0
 
 
 class Trainer:
@@ -110,7 +89,7 @@ class Trainer:
             max_tokens=config.sampler.max_new_tokens,
             on_skip=self._keep_skipped,
         )
-        self.state = State()
+        self.state = RunState()
         self._canary = 0.0
         self._retries: dict[str, int] = {}
         self._clock: dict[str, float] = {}
@@ -167,9 +146,9 @@ class Trainer:
         """Why the run is over, or None while it is not."""
         state, config = self.state, self.config
         if state.solved:
-            return (
-                f"solved: validation mean {state.best_return:.1f} meets the threshold {self.agent.reward_threshold:g}"
-            )
+            sure = ", as does the lower end of its interval" if config.eval.confirm else ""
+            threshold = self.agent.reward_threshold
+            return f"solved: validation mean {state.best_return:.1f} meets the threshold {threshold:g}{sure}"
         if config.updates is not None and state.update >= config.updates:
             return f"limit of {config.updates} updates"
         if state.env_steps >= config.env_steps:
@@ -378,7 +357,7 @@ class Trainer:
             saved = torch.load(checkpoint / "state.pt", weights_only=False)
         except Exception as error:  # torch raises many kinds for a damaged file
             raise damaged(checkpoint, error) from error
-        self.state = State(**{field.name: saved["state"][field.name] for field in fields(State)})
+        self.state = RunState.restored(saved["state"])
         self.learner.optimizer.load_state_dict(saved["optimizer"])
         self.learner.micro_batch = saved["micro_batch"]
         self.pool.load_state(saved["pool"])

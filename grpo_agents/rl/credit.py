@@ -26,11 +26,17 @@ from grpo_agents.rl.starts import ended_badly
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """One reply and the advantage it is trained with."""
+    """One reply and the advantage it is trained with.
+
+    Attributes:
+        logprobs: those of the reply's decisions under the learner before the update, (decisions,); None where the
+            sampler's own count as such.
+    """
 
     encoded: Encoded
     sample: Sample
     advantage: float
+    logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_agents.config import LearnerConfig, LossConfig
 from grpo_agents.errors import ConfigError
@@ -33,6 +35,7 @@ from grpo_agents.rl.losses import (
     k3_kl,
     ratio_statistics,
 )
+from grpo_agents.rl.mismatch import Mismatch, mismatch_statistics, mismatch_weights
 
 T = TypeVar("T")
 
@@ -99,6 +102,7 @@ class Learner:
         low, high = DEFAULT_CLIP[loss.name]
         self.clip_low = low if loss.clip_low is None else loss.clip_low
         self.clip_high = high if loss.clip_high is None else loss.clip_high
+        self.mismatch: Mismatch = loss.mismatch or "none"
         self.optimizer = accelerator.prepare(
             torch.optim.AdamW(
                 policy.trainable_parameters(), lr=config.lr, weight_decay=config.weight_decay, foreach=True
@@ -118,15 +122,21 @@ class Learner:
             Metrics of the update over all processes. `loss` and `grad_norm` (before clipping) are means over optimizer
             steps; `entropy`, `clip_fraction` and the ratios are over the decisions trained on, whatever the loss divides
             by; `kl` is the k3 estimate a decision, during the update where it is part of the loss, else after it, on a
-            sample of the steps; `mismatch` is the largest difference between the log-probabilities that the sampler gave
-            and the learner's own, on a minibatch before the update. NaN where nothing was trained.
+            sample of the steps. `mismatch` is the largest difference between the log-probabilities that the sampler gave
+            and the learner's own before the update, on a minibatch, or on all steps where `loss.mismatch` corrects for it;
+            mismatch/mean, /max, /ess and /cut are of the ratios: mean, largest, effective sample size and the share above
+            the cap. NaN where nothing was trained.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps = [step for step in steps if len(step.sample.decisions)]
         used = [steps[i] for i in rng.permutation(len(steps))[: self._share(len(steps), self.config.max_steps)]]
         size = int(self._sum([len(used)])[0])
-        mismatch = self._mismatch(used[: self._share(len(used), self.config.minibatch)])
+        if self.mismatch == "none":
+            mismatch = self._mismatch(self._judged(used[: self._share(len(used), self.config.minibatch)]))
+        else:
+            used = self._judged(used)
+            mismatch = self._mismatch(used)
         totals = _Totals()
         self.policy.train(self.policy.config.lora.dropout > 0)
         with torch.random.fork_rng(devices=[]):
@@ -139,7 +149,7 @@ class Learner:
         ratios = totals.ratios = self._all_ratios(totals.ratios)
         entropy, kl = self._sum([totals.entropy, totals.kl])
         return {
-            "mismatch": mismatch,
+            **mismatch,
             "loss": _mean(totals.loss, totals.optimizer_steps),
             "entropy": _mean(entropy, ratios.tokens),
             "kl": _mean(kl, ratios.tokens) if self.loss.beta else self._kl(used[: self._share(len(used), _KL_STEPS)]),
@@ -221,8 +231,11 @@ class Learner:
     def _micro_batch(self, chunk: list[TrainingStep], denominators: Denominators, part: _Totals) -> None:
         batch = self.collate(chunk)
         mask = batch.mask
-        old = _old_logprobs(chunk, mask.shape[1]).to(mask.device)
-        advantages = torch.tensor([step.advantage for step in chunk], dtype=torch.float32, device=mask.device)
+        old = _before(chunk).to(mask.device)
+        advantages = torch.tensor([[step.advantage] for step in chunk], dtype=torch.float32, device=mask.device)
+        if self.mismatch != "none":
+            sampled = _sampled(chunk).to(mask.device)
+            advantages = advantages * mismatch_weights(old, sampled, mask, self.mismatch, self.loss.mismatch_cap)
         temperature = chunk[0].sample.temperature
         logprobs, entropies = self.policy(batch, temperature)
         name = self.loss.name
@@ -259,20 +272,35 @@ class Learner:
         for parameter, gradient, owner in zip(parameters, sums, owners.tolist(), strict=True):
             parameter.grad = gradient.view_as(parameter).to(parameter.dtype) if owner else None
 
-    def _mismatch(self, steps: list[TrainingStep]) -> float:
-        """Largest difference between the sampler's and the learner's log-probabilities; NaN if one of them is."""
+    def _judged(self, steps: list[TrainingStep]) -> list[TrainingStep]:
+        """The steps with the log-probabilities that the learner gives their decisions now."""
 
         @torch.no_grad()
-        def measured() -> float:
-            largest = torch.zeros(())
+        def judged() -> list[TrainingStep]:
+            done = []
             for chunk in self._chunks(steps):
-                batch = self.collate(chunk)
-                logprobs, _ = self.policy(batch, chunk[0].sample.temperature)
-                difference = logprobs.cpu() - _old_logprobs(chunk, batch.mask.shape[1])
-                largest = torch.maximum(largest, difference[batch.mask.cpu()].abs().max())
-            return float(largest)
+                logprobs = self.policy(self.collate(chunk), chunk[0].sample.temperature)[0].float().cpu().numpy()
+                done += [replace(s, logprobs=row[: len(s.sample.decisions)]) for s, row in zip(chunk, logprobs, strict=True)]
+            return done
 
-        return max(self._each(self._fitting(len(steps), measured)), key=lambda value: (math.isnan(value), value))
+        return self._fitting(len(steps), judged)
+
+    def _mismatch(self, steps: list[TrainingStep]) -> dict[str, float]:
+        """How far the sampler's and the learner's log-probabilities of judged steps are apart, over all processes."""
+        largest, ratios = 0.0, RatioStatistics()
+        for chunk in self._chunks(steps):
+            learner, sampler, mask = _before(chunk), _sampled(chunk), _decisions(chunk)
+            differences = (learner - sampler)[mask].abs()
+            largest = float(torch.maximum(differences.max(), torch.tensor(largest)))  # which keeps NaN
+            ratios += mismatch_statistics(learner, sampler, mask, self.mismatch, self.loss.mismatch_cap)
+        ratios = self._all_ratios(ratios)
+        return {
+            "mismatch": max(self._each(largest), key=lambda value: (math.isnan(value), value)),
+            "mismatch/mean": ratios.ratio_mean,
+            "mismatch/max": ratios.ratio_max if ratios.tokens else math.nan,
+            "mismatch/ess": ratios.effective_sample_size,
+            "mismatch/cut": ratios.clip_fraction,
+        }
 
     def _kl(self, steps: list[TrainingStep]) -> float:
         """k3 estimate of the KL to the model before training, in nats a decision."""
@@ -333,12 +361,25 @@ def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _old_logprobs(steps: Sequence[TrainingStep], width: int) -> Tensor:
-    """Log-probabilities of the decisions when they were sampled, (B, width), padded with 0."""
-    out = torch.zeros(len(steps), width)
-    for row, step in enumerate(steps):
-        out[row, : len(step.sample.decisions)] = torch.from_numpy(step.sample.logprobs[step.sample.decisions])
-    return out
+def _sampled(steps: Sequence[TrainingStep]) -> Tensor:
+    """Log-probabilities of the decisions when they were sampled, (B, L), padded with 0."""
+    return _padded([step.sample.logprobs[step.sample.decisions] for step in steps])
+
+
+def _before(steps: Sequence[TrainingStep]) -> Tensor:
+    """Those of the policy before the update, (B, L): the learner's own where it has been asked, else the sampler's."""
+    return _padded(
+        [step.sample.logprobs[step.sample.decisions] if step.logprobs is None else step.logprobs for step in steps]
+    )
+
+
+def _decisions(steps: Sequence[TrainingStep]) -> Tensor:
+    """Mask of the decisions, bool (B, L)."""
+    return _padded([np.ones(len(step.sample.decisions), dtype=np.float32) for step in steps]).bool()
+
+
+def _padded(rows: Sequence[NDArray[np.float32]]) -> Tensor:
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
