@@ -12,6 +12,7 @@ EVERY = 3
 """Only each third frame is kept: CartPole's 50 a second become 17, which browsers play at the right speed."""
 LENGTH = 120
 """Frames of the clip, about seven seconds."""
+WIDTH = 460
 COLORS = 32
 
 
@@ -27,7 +28,9 @@ def clip(video: Path, target: Path) -> None:
         pictures: list[Image.Image] = []
         for index, frame in enumerate(container.decode(video=0)):
             if index % EVERY == 0:
-                pictures.append(frame.to_image().quantize(COLORS))
+                picture = frame.to_image()
+                height = round(picture.height * WIDTH / picture.width)
+                pictures.append(picture.resize((WIDTH, height), Image.Resampling.BOX).quantize(COLORS))
             if len(pictures) == LENGTH:
                 break
     target.parent.mkdir(parents=True, exist_ok=True)

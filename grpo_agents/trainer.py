@@ -25,6 +25,7 @@ from grpo_agents.rl.credit import Credit, TrainingStep
 from grpo_agents.rl.episode import EndReason, Episode, Group
 from grpo_agents.rl.episode_metrics import credit_metrics, episode_metrics
 from grpo_agents.rl.learner import Learner, learning_rate
+from grpo_agents.rl.mismatch import Mismatch
 from grpo_agents.rl.processes import all_episodes, credit_of_all, everyone, on_cpu
 from grpo_agents.rl.record_check import check_groups
 from grpo_agents.rl.rollout import Rollouts, collect_restarts, graded_groups
@@ -80,10 +81,11 @@ class Trainer:
         self.rollouts = Rollouts(self.agent.play, trail=reach)
         self.evaluation = Rollouts(self.agent.play)
         self.pool = RestartPool(config.group.restart.pool)
+        own: Mismatch = "none" if config.sampler.name == "local" else "token"
         self.learner = Learner(
             self.agent.policy,
             self.agent.collate,
-            config.loss,
+            config.loss.model_copy(update={"mismatch": config.loss.mismatch or own}),
             config.learner,
             self.accelerator,
             max_tokens=config.sampler.max_new_tokens,

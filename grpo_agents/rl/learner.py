@@ -280,7 +280,9 @@ class Learner:
             done = []
             for chunk in self._chunks(steps):
                 logprobs = self.policy(self.collate(chunk), chunk[0].sample.temperature)[0].float().cpu().numpy()
-                done += [replace(s, logprobs=row[: len(s.sample.decisions)]) for s, row in zip(chunk, logprobs, strict=True)]
+                done += [
+                    replace(s, logprobs=row[: len(s.sample.decisions)]) for s, row in zip(chunk, logprobs, strict=True)
+                ]
             return done
 
         return self._fitting(len(steps), judged)

@@ -20,9 +20,7 @@ Mismatch = Literal["none", "token", "sequence"]
 
 
 @torch.no_grad()
-def mismatch_weights(
-    learner_BL: Tensor, sampler_BL: Tensor, mask_BL: Tensor, mode: Mismatch, cap: float
-) -> Tensor:
+def mismatch_weights(learner_BL: Tensor, sampler_BL: Tensor, mask_BL: Tensor, mode: Mismatch, cap: float) -> Tensor:
     """Factors for the advantages of tokens, so that the sampler's tokens count as the learner's own.
 
     - none: 1.
