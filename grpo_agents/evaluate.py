@@ -29,7 +29,11 @@ def main(argv: list[str]) -> int:
     folder = RunFolder.open(config.run)
     trained = load_yaml(TrainConfig, folder.config)
     row, adapter = _adapter(folder, config.adapter)
-    if config.render != "human":
+    if config.render == "human":
+        from grpo_agents.run.window import check_display
+
+        check_display()
+    else:
         draw_without_display()
     from grpo_agents.agent import Agent
 

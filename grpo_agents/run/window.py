@@ -39,7 +39,7 @@ class WindowViewer(Viewer):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        _check_display(allow_dummy)
+        check_display(allow_dummy)
         self._pygame = require("pygame", None, "render=human")
         self._allow_dummy = allow_dummy
         self._pace = Pace(fps, clock, sleep)
@@ -98,8 +98,12 @@ class WindowViewer(Viewer):
         )
 
 
-def _check_display(allow_dummy: bool) -> None:
-    """Refuse before SDL is asked: it would print warnings of its own, or fall back to a driver that shows nothing."""
+def check_display(allow_dummy: bool = False) -> None:
+    """Refuse before SDL is asked: it would print warnings of its own, or fall back to a driver that shows nothing.
+
+    Raises:
+        EnvironmentSetupError: this machine has no display.
+    """
     driver = os.environ.get("SDL_VIDEODRIVER", "")
     if driver in BLIND_DRIVERS:
         if not allow_dummy:
