@@ -151,3 +151,17 @@ def make_learner(
         max_tokens=MAX_TOKENS,
         on_skip=on_skip or unexpected,
     )
+
+
+def gradient(learner: Learner, steps: Sequence[TrainingStep]) -> tuple[Tensor, dict[str, float]]:
+    """The gradient of an update that changes no weight, all parameters in one row, and the update's metrics."""
+    seen: list[Tensor] = []
+
+    def keep(*_: Any) -> None:
+        seen.append(torch.cat([p.grad.flatten() for p in learner.policy.trainable_parameters()]))
+
+    hook = learner.optimizer.optimizer.register_step_pre_hook(keep)
+    metrics = learner.update(steps, lr=0.0, rng=np.random.default_rng(0))
+    hook.remove()
+    assert len(seen) == 1
+    return seen[0], metrics

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from table_policy import TablePolicy, make_learner, replies
+from table_policy import TablePolicy, gradient, make_learner, replies
 
 from grpo_agents.config import LossConfig
 from grpo_agents.rl.credit import TrainingStep
@@ -47,15 +47,11 @@ def test_statistics_are_of_the_ratios_before_they_are_bounded(mode: str, ratios:
     assert found.clip_fraction == pytest.approx((values > 1.75).mean())
 
 
-def gradient(
+def found_gradient(
     policy: TablePolicy, steps: Sequence[TrainingStep], loss: LossConfig
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """What an update of length 0 finds, a minibatch of all steps in micro-batches of 5."""
-    seen: list[torch.Tensor] = []
-    learner = make_learner(policy, loss=loss, minibatch=len(steps), micro_batch=5)
-    learner.optimizer.optimizer.register_step_pre_hook(lambda *_: seen.append(policy.table.grad.clone()))  # type: ignore[union-attr]
-    metrics = learner.update(steps, lr=0.0, rng=np.random.default_rng(0))
-    return seen[0], metrics
+    return gradient(make_learner(policy, loss=loss, minibatch=len(steps), micro_batch=5), steps)
 
 
 def misjudged(steps: Sequence[TrainingStep], factor: float) -> list[TrainingStep]:
@@ -73,8 +69,8 @@ def misjudged(steps: Sequence[TrainingStep], factor: float) -> list[TrainingStep
 def test_without_a_mismatch_nothing_changes(name: str, mode: str) -> None:
     policy = TablePolicy.random(12)
     steps = replies(policy, 12)
-    plain, _ = gradient(policy, steps, LossConfig(name=name, entropy=0.0))  # type: ignore[arg-type]
-    found, metrics = gradient(policy, steps, LossConfig(name=name, entropy=0.0, mismatch=mode))  # type: ignore[arg-type]
+    plain, _ = found_gradient(policy, steps, LossConfig(name=name, entropy=0.0))  # type: ignore[arg-type]
+    found, metrics = found_gradient(policy, steps, LossConfig(name=name, entropy=0.0, mismatch=mode))  # type: ignore[arg-type]
     torch.testing.assert_close(found, plain)
     assert metrics["mismatch"] < 1e-6
     assert metrics["mismatch/ess"] == pytest.approx(1.0)
@@ -85,14 +81,14 @@ def test_without_a_mismatch_nothing_changes(name: str, mode: str) -> None:
 def test_a_reply_weighs_by_its_ratio_while_the_clip_sees_the_learner_s_own_change_alone(name: str) -> None:
     policy = TablePolicy.random(12)
     steps = replies(policy, 12)
-    plain, _ = gradient(policy, steps, LossConfig(name=name, entropy=0.0))  # type: ignore[arg-type]
+    plain, _ = found_gradient(policy, steps, LossConfig(name=name, entropy=0.0))  # type: ignore[arg-type]
     loss = LossConfig(name=name, entropy=0.0, mismatch="sequence", mismatch_cap=2.0)  # type: ignore[arg-type]
-    found, metrics = gradient(policy, misjudged(steps, 1.5), loss)
+    found, metrics = found_gradient(policy, misjudged(steps, 1.5), loss)
     torch.testing.assert_close(found, plain * 1.5, rtol=1e-4, atol=1e-6)
     assert metrics["ratio/max"] == pytest.approx(1.0)
     assert metrics["mismatch"] == pytest.approx(math.log(1.5), rel=1e-5)
     assert (metrics["mismatch/mean"], metrics["mismatch/max"]) == pytest.approx((1.5, 1.5), rel=1e-5)
-    dropped, metrics = gradient(policy, misjudged(steps, 2.5), loss)
+    dropped, metrics = found_gradient(policy, misjudged(steps, 2.5), loss)
     assert not dropped.any()
     assert metrics["mismatch/cut"] == 1.0
 
@@ -100,3 +96,22 @@ def test_a_reply_weighs_by_its_ratio_while_the_clip_sees_the_learner_s_own_chang
 def test_a_wrong_cap_is_refused() -> None:
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         LossConfig(mismatch_cap=0.5)
+
+
+def test_mismatch_is_zero_for_records_of_the_same_weights() -> None:
+    policy = TablePolicy.random(12)
+    metrics = make_learner(policy, micro_batch=5).update(replies(policy, 12), lr=0.05, rng=np.random.default_rng(0))
+    # Rows of a batch are computed as the row alone was.
+    assert metrics["mismatch"] == 0.0
+
+
+@pytest.mark.parametrize("error", [0.25, math.nan, -math.inf])
+def test_mismatch_shows_a_record_that_the_policy_did_not_make(error: float) -> None:
+    policy = TablePolicy.random(12)
+    steps = replies(policy, 12)
+    logprobs = steps[7].sample.logprobs.copy()
+    logprobs[-1] += error
+    steps[7] = replace(steps[7], sample=replace(steps[7].sample, logprobs=logprobs))
+    learner = make_learner(policy, micro_batch=5, on_skip=lambda minibatch: None)
+    expected = pytest.approx(abs(error), rel=1e-5, nan_ok=True)
+    assert learner.update(steps, lr=0.05, rng=np.random.default_rng(0))["mismatch"] == expected
